@@ -1,0 +1,35 @@
+"""Our own steps may fail; the training run may not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mcore_patch._engine import is_strict
+
+logger = logging.getLogger("mcore_patch")
+_said: set[str] = set()
+
+
+@contextmanager
+def standing_aside(step: str) -> Iterator[None]:
+    """Run one of our own steps so that its failure leaves what megatron-core does by itself.
+
+    An exception inside the block is logged once per ``step`` as a WARNING with its traceback and swallowed; under
+    ``apply(strict=True)`` it is raised. Never wrap a call of the original function in this: what upstream raises must
+    reach the caller unchanged.
+    """
+    try:
+        yield
+    except Exception:
+        if is_strict():
+            raise
+        if step not in _said:
+            _said.add(step)
+            logger.warning(
+                "mcore_patch: %s failed; megatron-core's own behaviour is kept for it. Please report the traceback; "
+                "MCORE_PATCH=0 switches the patch off.",
+                step,
+                exc_info=True,
+            )

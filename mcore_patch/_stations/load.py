@@ -1,0 +1,183 @@
+"""Station 1: load at the precision on disk.
+
+megatron-core's ``torch_dist`` strategy hands torch's reader the model's own 16-bit parameters as targets, and the
+reader casts into them (measured on 0.10 to 0.19: an fp32 checkpoint is gone before ``dist_checkpointing.load``
+returns). Here the targets of such tensors get the dtype on disk for the time of the load; what was read is then also
+written into the original target, as the unpatched load would have done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mcore_patch._stations.guard import standing_aside
+from mcore_patch._stations.parameters import CHECKPOINT_DTYPES, is_plain, loses
+from mcore_patch._stations.remember import memory
+
+ORIGIN = "dist_checkpointing.load"
+
+
+class _Load(threading.local):
+    """The load that is under way in this thread: what was widened, by ``id`` of the ShardedTensor."""
+
+    widened: dict[int, _Widened] | None = None
+
+
+_load = _Load()
+
+
+class _Widened:
+    """A ShardedTensor whose target has the dtype on disk until :meth:`restore`."""
+
+    def __init__(self, sharded: Any, disk: torch.dtype, *, in_place: bool) -> None:
+        self.sharded, self.template, self.dtype = sharded, sharded.data, sharded.dtype
+        sharded.dtype = disk
+        # A strategy that makes its own target is left to; one that copies into ours needs it to be there. On the CPU
+        # either way: a second set of weights on the accelerator might not fit.
+        sharded.data = torch.empty(sharded.local_shape, dtype=disk) if in_place else None
+
+    def write_back(self) -> None:
+        """What the unpatched load would have done to the target: the value, cast by ``copy_``."""
+        if self.template is not None and self.sharded.data is not None:
+            with torch.no_grad():
+                # The strategy puts the axes of a stacked layer in front of the shape of its target.
+                self.template.detach().copy_(self.sharded.data.view(self.template.shape))
+
+    def restore(self) -> None:
+        """Give the ShardedTensor its own target and dtype again."""
+        self.sharded.data, self.sharded.dtype = self.template, self.dtype
+
+
+def through_strategy(
+    original: Callable[..., Any],
+    strategy: Any,
+    sharded_state_dict: Any,
+    checkpoint_dir: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    delegates: bool = False,
+    own_targets: bool = True,
+) -> Any:
+    """Run a load strategy's ``load`` at disk precision.
+
+    ``delegates``: the strategy lets another one do the reading (FullyParallelLoadStrategyWrapper); it must see the
+    disk dtypes too, on every rank, because it exchanges tensors grouped by dtype, but does not write targets.
+    ``own_targets``: the strategy makes targets by itself where a ShardedTensor has no data.
+    """
+    if _load.widened is not None:
+        return _read(original, strategy, sharded_state_dict, checkpoint_dir, args, kwargs, delegates)
+    _load.widened = {}
+    try:
+        with standing_aside("loading at disk precision"):
+            _load.widened = _widen(strategy, sharded_state_dict, checkpoint_dir, in_place=not own_targets)
+        return _read(original, strategy, sharded_state_dict, checkpoint_dir, args, kwargs, delegates)
+    finally:
+        widened, _load.widened = _load.widened, None
+        for each in (widened or {}).values():
+            each.restore()
+
+
+def _read(
+    original: Callable[..., Any],
+    strategy: Any,
+    sharded_state_dict: Any,
+    checkpoint_dir: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    delegates: bool,
+) -> Any:
+    widened = _load.widened or {}
+    # Listed before the call: the zarr strategies replace the leaves of the dict in place.
+    mine = [widened[id(leaf)] for _, leaf in leaves(sharded_state_dict) if id(leaf) in widened]
+    loaded = original(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    if not delegates:
+        for each in mine:
+            each.write_back()
+    return loaded
+
+
+def _widen(strategy: Any, sharded_state_dict: Any, checkpoint_dir: Any, *, in_place: bool) -> dict[int, _Widened]:
+    candidates = [leaf for _, leaf in leaves(sharded_state_dict) if _may_lose(leaf)]
+    if not candidates:
+        return {}
+    on_disk = strategy.load_tensors_metadata(checkpoint_dir)
+    widened: dict[int, _Widened] = {}
+    try:
+        for sharded in candidates:
+            stored = on_disk.get(sharded.key)
+            if stored is not None and loses(stored.dtype, sharded.dtype):
+                widened[id(sharded)] = _Widened(sharded, stored.dtype, in_place=in_place)
+    except Exception:
+        for each in widened.values():
+            each.restore()
+        raise
+    return widened
+
+
+def _may_lose(leaf: Any) -> bool:
+    """Whether a leaf of a sharded state dict is a 16-bit target that trains, or might."""
+    if not hasattr(leaf, "local_shape") or getattr(leaf, "flattened_range", None) is not None:
+        return False
+    if leaf.dtype not in CHECKPOINT_DTYPES or leaf.dtype.itemsize > 2:
+        return False
+    template = leaf.data
+    if template is None:
+        return True
+    whole = template._base if template._base is not None else template
+    frozen = isinstance(whole, torch.nn.Parameter) and not whole.requires_grad
+    return is_plain(template) and not frozen
+
+
+Targets = list[tuple[tuple[Any, ...], torch.nn.Parameter]]
+
+
+def targets(sharded_state_dict: Any) -> Targets:
+    """The Parameters of a sharded state dict with their paths in it.
+
+    To be called before ``dist_checkpointing.load``, which takes apart what a factory has to merge again (the two
+    halves of a gated MLP); in the loaded state dict the same path leads to the whole tensor.
+    """
+    found: Targets = []
+    with standing_aside("listing the parameters of a distributed load"):
+        for path, leaf in leaves(sharded_state_dict):
+            parameter = getattr(leaf, "data", None)
+            if isinstance(parameter, torch.nn.Parameter) and not isinstance(leaf, torch.Tensor):
+                found.append((path, parameter))
+    return found
+
+
+def remember(found: Targets, loaded: Any) -> None:
+    """Remember what ``dist_checkpointing.load`` brought for each of the Parameters that :func:`targets` found."""
+    # fp32 parameters beside 16-bit ones are norms that Float16Module has not cast yet (or that stay fp32).
+    narrow = next((parameter.dtype for _, parameter in found if parameter.dtype.itemsize <= 2), None)
+    with standing_aside("remembering what a distributed load brought"):
+        for path, parameter in found:
+            memory.loaded(parameter, _at(loaded, path), ORIGIN, name=".".join(map(str, path)), will_be=narrow)
+
+
+def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The leaves of nested dicts and lists with their paths."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from leaves(value, (*path, key))
+    elif isinstance(tree, list | tuple):
+        for index, value in enumerate(tree):
+            yield from leaves(value, (*path, index))
+    else:
+        yield path, tree
+
+
+def _at(tree: Any, path: tuple[Any, ...]) -> Any:
+    for step in path:
+        if isinstance(tree, Mapping):
+            tree = tree.get(step)
+        elif isinstance(tree, Sequence) and isinstance(step, int) and step < len(tree):
+            tree = tree[step]
+        else:
+            return None
+    return tree

@@ -1,0 +1,177 @@
+"""Station 2: what the checkpoint says of each parameter, by the identity of the Parameter.
+
+Nothing is copied: a remembered source is the tensor that the pipeline itself loaded. It goes when the masters are
+written, when another load replaces it, when optimizer state restores the masters, when the parameter dies, or at the
+first forward pass of a module that holds the parameter (a model that only ever infers must not keep a second copy).
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from mcore_patch._stations.identity import ByIdentity
+from mcore_patch._stations.parameters import is_plain, loses
+
+
+@dataclass(frozen=True)
+class Source:
+    """The checkpoint's tensor for a parameter: the parameter's shape, the dtype on disk, on any device."""
+
+    tensor: torch.Tensor
+    origin: str
+    version: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype on disk."""
+        return self.tensor.dtype
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nobody has written to the tensor in place since it was remembered."""
+        return self.tensor._version == self.version
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A master of ``optimizer`` that was written from the checkpoint: from then on the master itself is the source.
+
+    ``start`` and ``stop`` are the range of the flattened parameter that it covers, ``dtype`` the one on disk. Nothing
+    is held alive.
+    """
+
+    optimizer: weakref.ref[Any]
+    start: int
+    stop: int
+    dtype: torch.dtype
+
+
+class Memory:
+    """What the checkpoint says of each parameter. One per process; keys are weak and compare by identity."""
+
+    def __init__(self) -> None:
+        self._sources: ByIdentity[Source] = ByIdentity()
+        self._settled: ByIdentity[Settled] = ByIdentity()
+        self._exact: ByIdentity[torch.dtype] = ByIdentity()
+        self._names: ByIdentity[str] = ByIdentity()
+        self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._hook: RemovableHandle | None = None
+
+    def loaded(
+        self,
+        parameter: torch.nn.Parameter,
+        tensor: object,
+        origin: str,
+        *,
+        name: str,
+        will_be: torch.dtype | None = None,
+    ) -> None:
+        """A load has put ``tensor`` (any dtype, the parameter's shape) into ``parameter``; remember it if that lost.
+
+        ``name`` is the parameter's in the state dict, for the report.
+
+        ``will_be`` is the dtype that a parameter which is fp32 now is going to be cast to (``Float16Module`` casts
+        fp32 norms long after a load into the bare model). A tensor that cannot be a source (another shape, a
+        subclass, meta, an integer) is passed over, as are frozen parameters.
+        """
+        if not parameter.requires_grad or not isinstance(tensor, torch.Tensor):
+            return
+        if not is_plain(tensor) or not is_plain(parameter) or tensor.shape != parameter.shape:
+            return
+        self._names[parameter] = name
+        target = will_be if will_be is not None and parameter.dtype is torch.float32 else parameter.dtype
+        if not loses(tensor.dtype, target):
+            if not _same_memory(tensor, parameter):  # copying a parameter onto itself is not a load
+                self.forget(parameter)
+                self._exact[parameter] = tensor.dtype
+                self._watch()
+            return
+        value = tensor.detach()
+        if _same_memory(value, parameter):
+            # The parameter's own memory would follow every later edit of the parameter, so it could not be checked.
+            value = value.clone()
+        self.forget(parameter)
+        self._sources[parameter] = Source(value, origin, value._version)
+        self._watch()
+
+    def source(self, parameter: torch.nn.Parameter) -> Source | None:
+        """The remembered tensor of ``parameter``, if there is one."""
+        return self._sources.get(parameter)
+
+    def settle(self, parameter: torch.nn.Parameter, settled: Settled) -> None:
+        """The master of ``parameter`` now holds the checkpoint's value; drop the source."""
+        self._sources.drop(parameter)
+        self._settled[parameter] = settled
+        self._watch()
+
+    def settled(self, parameter: torch.nn.Parameter) -> Settled | None:
+        """The master that was written from the checkpoint for ``parameter``, if that still stands."""
+        return self._settled.get(parameter)
+
+    def exact(self, parameter: torch.nn.Parameter) -> torch.dtype | None:
+        """The dtype on disk of the last load of ``parameter``, where that load lost nothing."""
+        return self._exact.get(parameter)
+
+    def name(self, parameter: torch.nn.Parameter) -> str | None:
+        """What the state dict of its last load called ``parameter``."""
+        return self._names.get(parameter)
+
+    def forget(self, parameter: torch.nn.Parameter) -> None:
+        """Drop what the last load said of ``parameter``."""
+        self._sources.drop(parameter)
+        self._settled.drop(parameter)
+        self._exact.drop(parameter)
+
+    def settled_optimizers(self) -> list[Any]:
+        """Strong references to the optimizers of all settled masters, for as long as the caller needs them alive."""
+        return [settled.optimizer() for settled in self._settled]
+
+    def __len__(self) -> int:
+        """How many parameters have a remembered tensor."""
+        return len(self._sources)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is known of any load."""
+        return not self._sources and not self._settled and not self._exact
+
+    def clear(self) -> None:
+        """Forget everything (``revert()`` does)."""
+        self._sources.clear()
+        self._settled.clear()
+        self._exact.clear()
+        self._unwatch()
+
+    def _watch(self) -> None:
+        self._seen.clear()
+        if self._hook is None:
+            self._hook = register_module_forward_pre_hook(self._before_forward)
+
+    def _unwatch(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        self._seen.clear()
+
+    def _before_forward(self, module: torch.nn.Module, _args: object) -> None:
+        """Release what belongs to a module that is about to run; each module is walked once between two loads."""
+        if module not in self._seen:
+            self._seen.add(module)
+            for parameter in module.parameters():
+                self.forget(parameter)
+        if self.empty:
+            self._unwatch()
+
+
+def _same_memory(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    same_kind = tensor.dtype is parameter.dtype and tensor.device == parameter.device
+    return same_kind and tensor.data_ptr() == parameter.data_ptr()
+
+
+memory = Memory()

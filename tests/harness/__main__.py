@@ -1,0 +1,102 @@
+"""Runs scenarios on the release on the path and prints a line for each: ``python -m tests.harness [WORD...]``."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import metadata
+
+from .scenario import Mode, Scenario
+from .session import Session, release
+
+_MOE = Scenario(dp=2, ep=2, experts=24)
+_PARALLEL = Scenario(save="parallel", load="parallel")
+_ZARR = Scenario(fmt="zarr")
+_FIRST = Scenario(order="weights-first", then="nothing")
+
+SCENARIOS: dict[str, Scenario] = {
+    "torch": Scenario(fmt="torch"),
+    "torch, ddp.load_state_dict": Scenario(fmt="torch", write="ddp"),
+    "torch_dist": Scenario(),
+    "torch_dist parallel": _PARALLEL,
+    "torch_dist, no dp": Scenario(dp=1),
+    "zarr": _ZARR,
+    "zarr parallel": _PARALLEL.but(fmt="zarr"),
+    "zarr on device": _ZARR.but(load="on-device"),
+    "tp 2": Scenario(tp=2),
+    "tp 2 from tp 1": Scenario(tp=2, dp=1, saved_as=(1, 1)),
+    "pp 2": Scenario(pp=2, dp=1),
+    "pp 2 tied": Scenario(pp=2, dp=1, tied=True),
+    "tied": Scenario(tied=True),
+    "vpp": Scenario(pp=2, vpp=2, dp=1),
+    "vpp torch": Scenario(fmt="torch", pp=2, vpp=2, dp=1),
+    "moe": _MOE,
+    "moe parallel": _MOE.but(save="parallel", load="parallel"),
+    "moe torch": _MOE.but(fmt="torch"),
+    "moe vpp torch": _MOE.but(fmt="torch", pp=2, vpp=2),
+    "plain optimizer": Scenario(optimizer="plain"),
+    "plain optimizer torch": Scenario(fmt="torch", optimizer="plain"),
+    "weights before optimizer": _FIRST,
+    "weights before optimizer torch": _FIRST.but(fmt="torch"),
+    "weights before optimizer zarr": _FIRST.but(fmt="zarr"),
+    "weights before plain optimizer": _FIRST.but(optimizer="plain"),
+    "weights before ddp": _FIRST.but(order="before-ddp"),
+    "weights before ddp torch": _FIRST.but(fmt="torch", order="before-ddp"),
+    "in place": _FIRST.but(write="in-place"),
+    "in place, optimizer first": Scenario(write="in-place"),
+    "in place, zarr on device": _FIRST.but(write="in-place", fmt="zarr", load="on-device"),
+    "optimizer state without masters": Scenario(then="optimizer-state-without-masters"),
+    "optimizer state without masters torch": Scenario(fmt="torch", then="optimizer-state-without-masters"),
+    "offload": Scenario(optimizer="offload"),
+    "offload torch": Scenario(fmt="torch", optimizer="offload"),
+    "offload precision-aware": Scenario(optimizer="offload-precision-aware"),
+    "weights before offload": _FIRST.but(optimizer="offload"),
+    "missing": Scenario(missing=3),
+    "missing torch": Scenario(fmt="torch", missing=3),
+    "fp16 disk": Scenario(disk="float16"),
+    "fp16 disk torch": Scenario(fmt="torch", disk="float16"),
+    "fp16 disk moe": _MOE.but(disk="float16"),
+    "fp16 params": Scenario(params="float16"),
+    "change": Scenario(change=True),
+    "change torch": Scenario(fmt="torch", change=True),
+    "bf16 disk": Scenario(disk="bfloat16"),
+    "bf16 disk torch": Scenario(fmt="torch", disk="bfloat16"),
+    "fp32 params": Scenario(params="float32"),
+    "fp32 params torch": Scenario(fmt="torch", params="float32"),
+    "resume torch": Scenario(fmt="torch", then="resume"),
+    "resume plain optimizer torch": Scenario(fmt="torch", optimizer="plain", then="resume"),
+    "resume plain optimizer": Scenario(optimizer="plain", then="resume"),
+    "resume fully_sharded_model_space": Scenario(then="resume", sharding="fully_sharded_model_space"),
+    "resume fully_sharded_bucket_space": Scenario(then="resume", sharding="fully_sharded_bucket_space"),
+    "resume dp_zero_gather_scatter": Scenario(then="resume", sharding="dp_zero_gather_scatter"),
+    "resume fully_reshardable": Scenario(then="resume", sharding="fully_reshardable"),
+    "resume dp_reshardable": Scenario(then="resume", sharding="dp_reshardable"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*", help="run the scenarios whose name contains one of these (default: all)")
+    parser.add_argument("--mode", choices=("stock", "native", "patched"), action="append")
+    options = parser.parse_args()
+    modes: list[Mode] = options.mode or ["stock", "native"]
+    print(f"megatron-core {metadata.version('megatron-core')}")
+    with Session() as session:
+        for name, scenario in SCENARIOS.items():
+            if options.words and not any(word in name for word in options.words):
+                continue
+            for mode in modes:
+                if mode == "native" and (release() < (0, 14) or scenario.then != "reload"):
+                    continue
+                print(f"{name:44} {mode:8} {_line(session, scenario, mode)}", flush=True)
+
+
+def _line(session: Session, scenario: Scenario, mode: Mode) -> str:
+    try:
+        result = session.run(scenario, mode)
+    except Exception as error:
+        return f"{scenario.world_size} ranks  {str(error).strip().splitlines()[-1]}"
+    return f"{scenario.world_size} ranks {result.differing:7} / {result.numel:7} {result.seconds:5.1f} s"
+
+
+if __name__ == "__main__":
+    main()

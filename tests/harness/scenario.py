@@ -1,0 +1,101 @@
+"""What to run, and what came out: plain records that know neither torch nor megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+Mode = Literal["stock", "native", "patched"]
+"""stock: as the release is; native: as stock, with ``reload_model_params(state_dict=...)``; patched: with mcore_patch."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One pipeline, from a checkpoint to the masters before the first step.
+
+    The checkpoint is written by a model of dtype *disk* in the layout of *saved_as* (a Scenario too; default: this layout),
+    and loaded by a model of dtype *params* in the layout given here. The world size is ``max(dp, ep) * tp * pp``.
+    """
+
+    # The checkpoint
+    fmt: Literal["torch", "torch_dist", "zarr"] = "torch_dist"
+    disk: Dtype = "float32"
+    save: Literal["plain", "parallel"] = "plain"
+    load: Literal["plain", "parallel", "on-device"] = "plain"
+    saved_as: tuple[int, int] | None = None
+    """(tp, pp) of the writer, for formats that reshard; None: as here."""
+    missing: int = 0
+    """Keys taken out of the loaded state dict, which is then loaded with ``strict=False``."""
+
+    # The model
+    params: Dtype = "bfloat16"
+    dp: int = 2
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    experts: int | None = None
+    tied: bool = False
+
+    # The pipeline
+    optimizer: Literal["distributed", "plain", "offload", "offload-precision-aware"] = "distributed"
+    order: Literal["optimizer-first", "weights-first", "before-ddp"] = "optimizer-first"
+    """When weights come: after the optimizer; between DDP and the optimizer; before DDP, into the bare fp32-normed model."""
+    write: Literal["unwrapped", "ddp", "in-place"] = "unwrapped"
+    """Who gets ``load_state_dict``; in-place: nobody, and what ``dist_checkpointing.load`` returns is dropped."""
+    change: bool = False
+    """Changes every second parameter in place between the load and what comes then; those masters shall be the model's."""
+    then: Literal["reload", "nothing", "optimizer-state-without-masters", "resume"] = "reload"
+    """resume: the checkpoint has optimizer state, with masters that its weights know nothing of; these are the truth."""
+    sharding: str | None = None
+    """The distributed optimizer's sharding type for resume; None: the release's own default. Not for fmt="torch"."""
+
+    @property
+    def world_size(self) -> int:
+        return max(self.dp, self.ep) * self.tp * self.pp
+
+    @property
+    def layers(self) -> int:
+        return 2 * self.vpp if self.pp > 1 else 2
+
+    def but(self, **changes: Any) -> Scenario:
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        """The fields that differ from the defaults."""
+        default = Scenario()
+        given = {name: value for name, value in vars(self).items() if value != getattr(default, name)}
+        return " ".join(f"{name}={value}" for name, value in given.items()) or "default"
+
+
+@dataclass(frozen=True)
+class Master:
+    """One rank's master of one parameter, or of the shard of it that this rank owns."""
+
+    rank: int
+    chunk: int
+    name: str
+    numel: int
+    differing: int
+    """Elements whose fp32 bits are not those of the checkpoint (or of what else the scenario expects)."""
+
+
+@dataclass(frozen=True)
+class Result:
+    scenario: Scenario
+    mode: Mode
+    masters: list[Master]
+    snapshots: list[dict[str, str]]
+    """By rank: a digest of every parameter and buffer of the model, by ``chunk:name``."""
+    seconds: float
+    probes: list[Any] = field(default_factory=list)
+    """By rank: what the probe that was given to ``run`` returned."""
+
+    @property
+    def numel(self) -> int:
+        return sum(master.numel for master in self.masters)
+
+    @property
+    def differing(self) -> int:
+        return sum(master.differing for master in self.masters)
