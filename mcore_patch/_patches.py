@@ -6,6 +6,7 @@ of the call. Modules that need torch are imported inside: a wrapper is made when
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +39,11 @@ def _module_leaf_load(original: Function, _line: ReleaseLine) -> Function:
 def _dist_load(original: Function, _line: ReleaseLine) -> Function:
     from mcore_patch._stations import load
 
-    def dist_load(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    def dist_load(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         found = load.targets(sharded_state_dict)
-        result = original(sharded_state_dict, *args, **kwargs)
+        result = original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
         # With a `strict` mode that returns mismatches, upstream returns (state dict, missing, unexpected).
-        load.remember(found, result[0] if isinstance(result, tuple) else result)
+        load.remember(found, result[0] if isinstance(result, tuple) else result, checkpoint_dir)
         return result
 
     return dist_load
@@ -87,12 +88,20 @@ def _two_stage_load(original: Function, _line: ReleaseLine) -> Function:
 
 def _optimizer_init(original: Function, _line: ReleaseLine) -> Function:
     from mcore_patch._stations import masters
+    from mcore_patch._stations.guard import standing_aside
+    from mcore_patch._stations.quantized import drop_spent_initial_values
     from mcore_patch._stations.remember import memory
+
+    signature = inspect.signature(original)
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         # Masters of an earlier optimizer over the same model are the only place left that holds the checkpoint's
         # values; building another one must not be what frees them.
         alive = memory.settled_optimizers()
+        bound = signature.bind(self, *args, **kwargs).arguments
+        with standing_aside("preparing quantized parameters for another optimizer"):
+            for chunk in bound.get("model_chunks", ()):
+                drop_spent_initial_values(chunk.parameters())
         original(self, *args, **kwargs)
         if not memory.empty:
             masters.write(self, "optimizer built", masters.keep_settled(self), reloaded=True)

@@ -43,7 +43,11 @@ def when_imported(name: str, callback: Callback) -> None:
         else:
             _call(callback, module)
 
-    wrapt.register_post_import_hook(hook, name)  # positional: the keywords changed in wrapt 2
+    try:
+        wrapt.register_post_import_hook(hook, name)  # positional: the keywords changed in wrapt 2
+    except KeyError:
+        # wrapt 1.14 cannot wait for a module that was imported before, and is no longer (its import failed).
+        LOGGER.debug("cannot wait for the next import of %s: call apply() after it", name)
     registering = False
 
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from mcore_patch._stations import disk, quantized
 from mcore_patch._stations.guard import standing_aside
 from mcore_patch._stations.parameters import CHECKPOINT_DTYPES, is_plain, loses
 from mcore_patch._stations.remember import memory
@@ -22,9 +24,10 @@ ORIGIN = "dist_checkpointing.load"
 
 
 class _Load(threading.local):
-    """The load that is under way in this thread: what was widened, by ``id`` of the ShardedTensor."""
+    """What the load under way in this thread has widened, by ``id`` of the ShardedTensor; whether the last one did."""
 
     widened: dict[int, _Widened] | None = None
+    has_widened: bool = False
 
 
 _load = _Load()
@@ -77,8 +80,9 @@ def through_strategy(
             _load.widened = _widen(strategy, sharded_state_dict, checkpoint_dir, in_place=not own_targets)
         return _read(original, strategy, sharded_state_dict, checkpoint_dir, args, kwargs, delegates)
     finally:
-        widened, _load.widened = _load.widened, None
-        for each in (widened or {}).values():
+        widened, _load.widened = _load.widened or {}, None
+        _load.has_widened = bool(widened)
+        for each in widened.values():
             each.restore()
 
 
@@ -133,31 +137,73 @@ def _may_lose(leaf: Any) -> bool:
     return is_plain(template) and not frozen
 
 
-Targets = list[tuple[tuple[Any, ...], torch.nn.Parameter]]
+@dataclass(frozen=True)
+class Target:
+    """A Parameter in a sharded state dict: its path there, and the ShardedTensor or factory that holds it."""
+
+    path: tuple[Any, ...]
+    leaf: Any
+    parameter: torch.nn.Parameter
 
 
-def targets(sharded_state_dict: Any) -> Targets:
-    """The Parameters of a sharded state dict with their paths in it.
+def targets(sharded_state_dict: Any) -> list[Target]:
+    """The Parameters of a sharded state dict.
 
     To be called before ``dist_checkpointing.load``, which takes apart what a factory has to merge again (the two
     halves of a gated MLP); in the loaded state dict the same path leads to the whole tensor.
     """
-    found: Targets = []
+    found: list[Target] = []
+    _load.has_widened = False
     with standing_aside("listing the parameters of a distributed load"):
         for path, leaf in leaves(sharded_state_dict):
             parameter = getattr(leaf, "data", None)
             if isinstance(parameter, torch.nn.Parameter) and not isinstance(leaf, torch.Tensor):
-                found.append((path, parameter))
+                found.append(Target(path, leaf, parameter))
     return found
 
 
-def remember(found: Targets, loaded: Any) -> None:
+def remember(found: list[Target], loaded: Any, checkpoint_dir: Any) -> None:
     """Remember what ``dist_checkpointing.load`` brought for each of the Parameters that :func:`targets` found."""
     # fp32 parameters beside 16-bit ones are norms that Float16Module has not cast yet (or that stay fp32).
-    narrow = next((parameter.dtype for _, parameter in found if parameter.dtype.itemsize <= 2), None)
+    narrow = next((each.parameter.dtype for each in found if each.parameter.dtype.itemsize <= 2), None)
     with standing_aside("remembering what a distributed load brought"):
-        for path, parameter in found:
-            memory.loaded(parameter, _at(loaded, path), ORIGIN, name=".".join(map(str, path)), will_be=narrow)
+        originals = _originals([each for each in found if quantized.is_known(each.parameter)], loaded, checkpoint_dir)
+        for each in found:
+            tensor = originals.get(each.path, _at(loaded, each.path))
+            name = ".".join(map(str, each.path))
+            memory.loaded(each.parameter, tensor, ORIGIN, name=name, will_be=narrow)
+
+
+def _originals(found: list[Target], loaded: Any, checkpoint_dir: Any) -> dict[tuple[Any, ...], torch.Tensor]:
+    """The checkpoint's tensors of quantized parameters, for which the pipeline must get what the stock load gives.
+
+    Its ``load_state_dict`` quantizes what it gets, and from other values other bytes come. Up to 0.13, and from 0.19
+    on, the target itself is quantized and the load was left to stock: the checkpoint is read once more. In between
+    (and behind a factory) the target is a scratch tensor of the nominal dtype, which we may have widened: the loaded
+    state dict gets that dtype back.
+    """
+    originals: dict[tuple[Any, ...], torch.Tensor] = {}
+    untouched = [each for each in found if _trains(each) and quantized.is_quantized(each.leaf.data)]
+    untouched = [each for each in untouched if hasattr(each.leaf, "local_shape")]
+    if untouched:
+        read = disk.read(checkpoint_dir, [each.leaf for each in untouched])
+        originals = {each.path: tensor for each, tensor in zip(untouched, read, strict=True)}
+    for each in found:
+        tensor = _at(loaded, each.path)
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if each.path in originals:
+            memory.stands_for(tensor, originals[each.path])
+        elif _load.has_widened and is_plain(tensor) and tensor.dtype is not each.parameter.dtype:
+            originals[each.path] = tensor
+            nominal = tensor.to(each.parameter.dtype)
+            _at(loaded, each.path[:-1])[each.path[-1]] = nominal
+            memory.stands_for(nominal, tensor)
+    return originals
+
+
+def _trains(each: Target) -> bool:
+    return each.parameter.requires_grad
 
 
 def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

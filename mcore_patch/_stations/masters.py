@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from mcore_patch._stations import quantized
 from mcore_patch._stations.guard import standing_aside
 from mcore_patch._stations.identity import ByIdentity
 from mcore_patch._stations.optimizers import Master, Unreachable, holder_of, parameter_names
-from mcore_patch._stations.parameters import chunks, differing, same, still_says
+from mcore_patch._stations.parameters import chunks, differing, explains, same, values
 from mcore_patch._stations.remainders import split
 from mcore_patch._stations.remember import Settled, Source, memory
 from mcore_patch._stations.report import MasterRecord, SourceKind, dtype_name, reporter
@@ -86,9 +87,9 @@ def _align_split(optimizer: Any, masters: list[Master | Unreachable]) -> ByIdent
         for parameter in _owned(optimizer):
             source = memory.source(parameter)
             if source is not None and parameter.dtype is torch.bfloat16 and _objection(parameter, source) is None:
-                flat, values = parameter.detach().view(-1), source.tensor.reshape(-1)
+                flat, wanted = parameter.detach().view(-1), source.tensor.reshape(-1)
                 for a, b in chunks(0, flat.numel()):
-                    flat[a:b].copy_(split(values[a:b].to(device=flat.device, dtype=torch.float32))[0])
+                    flat[a:b].copy_(split(wanted[a:b].to(device=flat.device, dtype=torch.float32))[0])
                 aligned[parameter] = True
     return aligned
 
@@ -110,27 +111,28 @@ def _write_one(
     parameter = master.parameter
     source, settled, exact = memory.source(parameter), memory.settled(parameter), memory.exact(parameter)
     disk, reason = exact, "no load of it was seen"
-    values, origin = None, ""
+    chosen, origin = None, ""
     if source is not None:
         disk, reason = source.dtype, "" if checked else _objection(parameter, source) or ""
         if not reason:
-            values, origin = source.tensor.reshape(-1)[master.start : master.stop], source.origin
+            chosen, origin = source.tensor.reshape(-1)[master.start : master.stop], source.origin
     elif settled is not None:
         disk, reason = settled.dtype, NO_LONGER
         held = kept.get(id(parameter))
         if held is not None and _explains(held, master):
-            values, origin = held, "kept: it held the checkpoint's value"
+            chosen, origin = held, "kept: it held the checkpoint's value"
     elif exact is not None:
         reason = f"{dtype_name(exact)} on disk loses nothing in {dtype_name(parameter.dtype)}"
 
     memory.forget(parameter)
-    if values is not None and disk is not None:
-        changed = _fill(master, values)
+    if chosen is not None and disk is not None:
+        changed = _fill(master, chosen)
         memory.settle(parameter, Settled(weakref.ref(optimizer), master.start, master.stop, disk))
         _record(master, name, event, "checkpoint", origin, disk, changed)
         return
     refreshed = None
-    if not (reloaded and master.refreshed):
+    # What upstream builds the master of a quantized parameter from is its initial value, whatever was loaded since.
+    if not (reloaded and master.refreshed) or quantized.is_quantized(parameter):
         # A remainder cannot be told to be old, but it means nothing where a load lost nothing, nor after a state dict
         # that brought none: FusedAdam's entries are uninitialised memory then.
         exactly = exact is not None or (master.split and not reloaded)
@@ -147,26 +149,25 @@ def _objection(parameter: torch.nn.Parameter, source: Source) -> str | None:
     """Why the remembered tensor must not become the master; None if it may."""
     if not source.untouched:
         return "the loaded tensor was changed in place after the load"
-    if not still_says(parameter, source.tensor):
+    # The whole parameter is compared, not only this rank's shard, so that all data-parallel ranks come to the same
+    # answer without talking to each other.
+    if not explains(parameter, source.tensor.reshape(-1)):
         return NO_LONGER
     return None
 
 
 def _shard(master: Master) -> torch.Tensor:
     """The elements of the parameter that ``master`` is the master of."""
-    return master.parameter.detach().reshape(-1)[master.start : master.stop]
+    return values(master.parameter)[master.start : master.stop]
 
 
 def _explains(held: torch.Tensor, master: Master) -> bool:
     """Whether storing ``held``, a value for ``master``, in the parameter would give what the parameter holds there."""
-    shard = _shard(master)
-    return master.split or all(
-        same(held[a:b].to(device=shard.device, dtype=shard.dtype), shard[a:b]) for a, b in chunks(0, shard.numel())
-    )
+    return master.split or explains(master.parameter, held, master.start, master.stop)
 
 
-def _fill(master: Master, values: torch.Tensor) -> torch.Tensor:
-    """Copy one-dimensional ``values`` (any float dtype and device) into the master; how many elements changed.
+def _fill(master: Master, source: torch.Tensor) -> torch.Tensor:
+    """Copy the one-dimensional ``source`` (any float dtype and device) into the master; how many elements changed.
 
     If anything fails on the way, the master gets the parameter's value, so that it is never half of each.
     """
@@ -174,7 +175,7 @@ def _fill(master: Master, values: torch.Tensor) -> torch.Tensor:
     changed = torch.zeros((), dtype=torch.int64, device=before.device)
     try:
         for a, b in [(0, before.numel())] if master.in_one_piece else chunks(0, before.numel()):
-            new = values[a:b].to(device=before.device, dtype=torch.float32)
+            new = source[a:b].to(device=before.device, dtype=torch.float32)
             changed += differing(new, before[a:b])
             master.write(a, new)
     except Exception:

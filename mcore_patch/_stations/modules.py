@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from mcore_patch._stations.guard import standing_aside
-from mcore_patch._stations.remember import memory
+from mcore_patch._stations.parameters import is_plain
+from mcore_patch._stations.remember import memory, same_memory
 
 ORIGIN = "load_state_dict"
 
@@ -51,9 +52,11 @@ def leaf_loaded(module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: 
         return
     with standing_aside("remembering what load_state_dict brought"):
         for name, parameter in module._parameters.items():
-            if parameter is not None:
-                key = prefix + name
-                memory.loaded(parameter, state_dict.get(key), ORIGIN, name=key, will_be=_state.will_be)
+            key = prefix + name
+            tensor = state_dict.get(key)
+            # An in-place distributed load returns the parameters themselves; that load has been seen already.
+            if isinstance(parameter, torch.nn.Parameter) and not _is_itself(tensor, parameter):
+                memory.loaded(parameter, tensor, ORIGIN, name=key, will_be=_state.will_be)
 
 
 def _megatron_module(root: torch.nn.Module) -> torch.nn.Module | None:
@@ -69,3 +72,7 @@ def _narrow_dtype(module: torch.nn.Module) -> torch.dtype | None:
     if getattr(config, "bf16", False):
         return torch.bfloat16
     return torch.float16 if getattr(config, "fp16", False) else None
+
+
+def _is_itself(tensor: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.Tensor) and is_plain(tensor) and is_plain(parameter) and same_memory(tensor, parameter)

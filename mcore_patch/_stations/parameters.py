@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from mcore_patch._stations import quantized
+
 CHECKPOINT_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 # Elements handled at a time: bounds the scratch memory of a check or a write to a few hundred MB.
@@ -55,13 +57,42 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return bool((left.isnan() & right.isnan())[unequal].all())
 
 
-def still_says(parameter: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether ``parameter`` (plain) is bit for bit what storing ``source`` in it gives.
+def can_be_compared(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter`` is plain, or quantized in a way that we can judge."""
+    return is_plain(parameter) or quantized.is_known(parameter)
 
-    The whole parameter is compared, not only this rank's shard, so that all data-parallel ranks come to the same
-    answer without talking to each other.
+
+def loses_in(disk: torch.dtype, parameter: torch.Tensor, will_be: torch.dtype | None = None) -> bool:
+    """Whether storing a tensor of dtype ``disk`` in ``parameter`` loses.
+
+    A quantized parameter always loses. ``will_be`` is the dtype that a parameter which is fp32 now will be cast to.
     """
-    values, held = source.reshape(-1), parameter.detach().reshape(-1)
+    if quantized.is_quantized(parameter):
+        return disk in CHECKPOINT_DTYPES
+    cast_later = will_be is not None and parameter.dtype is torch.float32
+    return loses(disk, will_be if cast_later and will_be is not None else parameter.dtype)
+
+
+def values(parameter: torch.Tensor) -> torch.Tensor:
+    """What ``parameter`` holds, flat: its own memory where it is plain, else the dequantized values in fp32."""
+    held = quantized.values(parameter) if quantized.is_quantized(parameter) else parameter.detach()
+    return held.reshape(-1)
+
+
+def explains(parameter: torch.Tensor, source: torch.Tensor, start: int = 0, stop: int | None = None) -> bool:
+    """Whether ``parameter`` holds, from element ``start`` to ``stop``, what storing the flat ``source`` in it gives.
+
+    Bit for bit where it is plain; where it is quantized, so close that only quantization can be the difference.
+    ``source`` has any float dtype and device, and ``stop - start`` elements.
+    """
+    everything = values(parameter)
+    held = everything[start : everything.numel() if stop is None else stop]
+    if not quantized.is_quantized(parameter):
+        return all(
+            same(source[a:b].to(device=held.device, dtype=held.dtype), held[a:b]) for a, b in chunks(0, held.numel())
+        )
+    widest = quantized.largest(everything)
     return all(
-        same(values[a:b].to(device=held.device, dtype=held.dtype), held[a:b]) for a, b in chunks(0, held.numel())
+        quantized.explained(parameter, held[a:b], source[a:b].to(device=held.device, dtype=torch.float32), widest)
+        for a, b in chunks(0, held.numel())
     )

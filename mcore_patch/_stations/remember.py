@@ -15,8 +15,9 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from mcore_patch._stations import quantized
 from mcore_patch._stations.identity import ByIdentity
-from mcore_patch._stations.parameters import is_plain, loses
+from mcore_patch._stations.parameters import can_be_compared, is_plain, loses_in
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Memory:
         self._settled: ByIdentity[Settled] = ByIdentity()
         self._exact: ByIdentity[torch.dtype] = ByIdentity()
         self._names: ByIdentity[str] = ByIdentity()
+        self._originals: ByIdentity[torch.Tensor] = ByIdentity()
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._hook: RemovableHandle | None = None
 
@@ -82,23 +84,31 @@ class Memory:
         """
         if not parameter.requires_grad or not isinstance(tensor, torch.Tensor):
             return
-        if not is_plain(tensor) or not is_plain(parameter) or tensor.shape != parameter.shape:
+        tensor = self._originals.get(tensor) if tensor in self._originals else tensor
+        assert tensor is not None
+        if not can_be_compared(parameter) or tensor.shape != parameter.shape:
             return
         self._names[parameter] = name
-        target = will_be if will_be is not None and parameter.dtype is torch.float32 else parameter.dtype
-        if not loses(tensor.dtype, target):
-            if not _same_memory(tensor, parameter):  # copying a parameter onto itself is not a load
+        if not is_plain(tensor):
+            if quantized.is_quantized(tensor):  # the values are gone, and those of an earlier load no longer hold
                 self.forget(parameter)
-                self._exact[parameter] = tensor.dtype
-                self._watch()
+            return
+        if not loses_in(tensor.dtype, parameter, will_be):
+            self.forget(parameter)
+            self._exact[parameter] = tensor.dtype
+            self._watch()
             return
         value = tensor.detach()
-        if _same_memory(value, parameter):
+        if same_memory(value, parameter):
             # The parameter's own memory would follow every later edit of the parameter, so it could not be checked.
             value = value.clone()
         self.forget(parameter)
         self._sources[parameter] = Source(value, origin, value._version)
         self._watch()
+
+    def stands_for(self, tensor: torch.Tensor, original: torch.Tensor) -> None:
+        """``tensor``, which the pipeline gets from a load, was made from ``original``, the checkpoint's."""
+        self._originals[tensor] = original
 
     def source(self, parameter: torch.nn.Parameter) -> Source | None:
         """The remembered tensor of ``parameter``, if there is one."""
@@ -146,6 +156,7 @@ class Memory:
         self._sources.clear()
         self._settled.clear()
         self._exact.clear()
+        self._originals.clear()
         self._unwatch()
 
     def _watch(self) -> None:
@@ -169,7 +180,8 @@ class Memory:
             self._unwatch()
 
 
-def _same_memory(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+def same_memory(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether ``tensor`` is ``parameter``, of the same dtype, under another name."""
     same_kind = tensor.dtype is parameter.dtype and tensor.device == parameter.device
     return same_kind and tensor.data_ptr() == parameter.data_ptr()
 

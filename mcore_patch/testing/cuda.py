@@ -1,11 +1,11 @@
 """``torch.cuda`` on a machine without a GPU: every answer is the CPU's.
 
-megatron-core asks for ``torch.cuda.current_device()``, ``device="cuda"``, ``Tensor.cuda()`` and ``Tensor.type()`` without
-looking whether there is a GPU. Two things make it run on a CPU, and give the same numbers as any CPU code does:
+megatron-core asks for ``torch.cuda.current_device()``, ``device="cuda"``, ``Tensor.cuda()`` and ``Tensor.type()``
+without looking whether there is a GPU. Two things make it run on a CPU, with the numbers of any CPU code:
 
 * the functions of ``torch.cuda`` that it calls are replaced by ones that answer for the CPU;
-* a torch function mode turns a CUDA device in any call of torch into the CPU, as ``torch.set_default_device`` turns none
-  into one. The mode belongs to the thread that installed it and to processes forked from that thread.
+* a torch function mode (what ``torch.set_default_device`` is made of) turns a CUDA device in any call of torch into
+  the CPU. The mode belongs to the thread that installed it and to processes forked from that thread.
 
 ``torch.cuda.is_available()`` keeps telling the truth.
 """
@@ -25,7 +25,7 @@ _CPU = torch.device("cpu")
 
 
 def _on_cpu(device: object) -> object:
-    """*device*, or the CPU if *device* means a GPU (``"cuda"``, ``"cuda:1"``, a CUDA ``torch.device``, an index)."""
+    """*device*, or the CPU if *device* is a GPU: ``"cuda"``, ``"cuda:1"``, a CUDA ``torch.device``, an index."""
     is_index = isinstance(device, int) and not isinstance(device, bool)
     is_cuda = isinstance(device, str) and device.startswith("cuda")
     is_cuda_device = isinstance(device, torch.device) and device.type == "cuda"
@@ -176,8 +176,8 @@ _NO_MEMORY = (
 def stand_in_for_cuda() -> None:
     """Makes ``torch.cuda`` and CUDA devices mean the CPU in this thread, and in processes forked from it.
 
-    Call it before ``megatron`` is imported: megatron-core binds ``torch.cuda`` functions by name. Calling it again does
-    nothing. There is no way back; a test that wants one runs in a process of its own.
+    Call it before ``megatron`` is imported: megatron-core binds ``torch.cuda`` functions by name. Calling it again
+    does nothing. There is no way back; a test that wants one runs in a process of its own.
     """
     cuda: Any = torch.cuda
     if isinstance(cuda.default_generators, _Generators):
@@ -212,4 +212,5 @@ def stand_in_for_cuda() -> None:
     cuda.device = lambda device: contextlib.nullcontext(device)
     # megatron-core warns when drawing on "the GPU" has moved the CPU's generator: here it is the same one.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
-    _CpuForCuda().__enter__()
+    mode: Any = _CpuForCuda()
+    mode.__enter__()

@@ -19,7 +19,7 @@ from mcore_patch.testing.adam import FusedAdam
 def stand_in_for_era() -> None:
     """Makes megatron-core 0.10 and later save, load and step with a torch of today and without transformer-engine.
 
-    Call it after ``stand_in_for_cuda()`` and before ``megatron`` is imported elsewhere: it imports megatron-core itself.
+    Call it after ``stand_in_for_cuda()`` and before ``megatron`` is imported elsewhere: it imports megatron-core.
     Calling it again does nothing.
     """
     _stand_in_for_write_item()
@@ -78,7 +78,7 @@ def _stand_in_for_quantization() -> None:
 
 
 def _stand_in_for_version() -> None:
-    """0.13 to 0.18: without transformer-engine ``is_te_min_version()`` compares None; 0.19 says version 0.0.0, so do we."""
+    """Up to 0.16 ``is_te_min_version()`` compares None without transformer-engine; later it is version 0.0.0."""
     import megatron.core.utils as utils
 
     if getattr(utils, "_te_version", None) is None:

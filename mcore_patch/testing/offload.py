@@ -1,7 +1,7 @@
 """Host memory on a machine that has no other: what ``HybridDeviceOptimizer`` needs to offload anything.
 
-megatron-core's CPU offloading (0.12 and later) asks each tensor ``is_cuda`` and moves those that are, in part, to the host.
-Next to a real CPU nothing is, so it would offload nothing and hold no copies.
+megatron-core's CPU offloading (0.12 and later) asks each tensor ``is_cuda`` and moves some of those that are to the
+host. On a machine without a GPU none is: it would offload nothing and hold no copies.
 """
 
 from __future__ import annotations
@@ -34,18 +34,21 @@ class _HostMemory(TorchFunctionMode):
         from_host = bool(args) and id(args[0]) in self._on_host
         if func is torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return not from_host
+        result = func(*args, **(kwargs or {}))
         if func is torch.Tensor.cpu and not from_host:
-            # On a real GPU this is a copy; here torch would return the tensor itself.
-            result = args[0].clone()
-        else:
-            result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and (from_host or func is torch.Tensor.cpu):
+            # From a GPU this is a copy; here torch has returned the tensor itself.
+            result = result.clone()
+            from_host = True
+        if from_host and isinstance(result, torch.Tensor):
             self._on_host[id(result)] = result
         return result
 
 
 def stand_in_for_offload() -> None:
-    """Makes ``HybridDeviceOptimizer`` split its parameters as on a GPU. Imports megatron-core; calling it again does nothing."""
+    """Makes ``HybridDeviceOptimizer`` split its parameters as it does where there is a GPU.
+
+    Imports megatron-core; does nothing for a release without the optimizer, nor when it is called again.
+    """
     name = "megatron.core.optimizer.cpu_offloading"
     if importlib.util.find_spec(name) is None:
         return

@@ -41,8 +41,8 @@ def run_ranks(
 ) -> list[Any]:
     """Runs ``function(*args)`` on *world_size* ranks at once and returns their results, by rank.
 
-    Every rank is a process in which ``torch.distributed`` is initialised with gloo. *start* is ``"fork"`` (everything that
-    this process has imported is there already, *function* may be any callable) or ``"spawn"`` (a fresh interpreter;
+    Every rank is a process in which ``torch.distributed`` is initialised with gloo. *start* is ``"fork"`` (what this
+    process has imported is there already, and *function* may be any callable) or ``"spawn"`` (a fresh interpreter;
     *function* and *args* are pickled, so *function* must be importable). Results are pickled in either case.
 
     Raises :class:`RankFailed` as soon as one rank raises or dies, or when *timeout* seconds are over. In every case no
@@ -62,7 +62,7 @@ def run_ranks(
                 theirs.close()
                 processes.append(process)
                 connections.append(ours)
-            return _collect(processes, connections, time.monotonic() + timeout)
+            return _collect(processes, connections, timeout)
         finally:
             for process in processes:
                 _end(process)
@@ -82,7 +82,8 @@ def _one_thread() -> Iterator[None]:
             del os.environ["OMP_NUM_THREADS"]
 
 
-def _collect(processes: list[BaseProcess], connections: list[Connection], deadline: float) -> list[Any]:
+def _collect(processes: list[BaseProcess], connections: list[Connection], timeout: float) -> list[Any]:
+    deadline = time.monotonic() + timeout
     results: dict[int, Any] = {}
     while len(results) < len(processes):
         waiting = [rank for rank in range(len(processes)) if rank not in results]
@@ -90,7 +91,7 @@ def _collect(processes: list[BaseProcess], connections: list[Connection], deadli
         sources += [processes[rank].sentinel for rank in waiting]
         ready = wait(sources, max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RankFailed(waiting[0], "has not answered in time" + f" (nor have ranks {waiting[1:]})")
+            raise RankFailed(waiting[0], f"has not answered within {timeout:g} s; nor have ranks {waiting[1:]}")
         for rank in waiting:
             if connections[rank] in ready:
                 results[rank] = _receive(rank, connections[rank])

@@ -29,6 +29,7 @@ def run_python(tmp_path: Path) -> RunPython:
         preamble = f"from pathlib import Path\nscratch = Path({str(tmp_path / 'scratch')!r})\n"
         result = subprocess.run(
             [sys.executable, "-c", preamble + textwrap.dedent(code)],
+            cwd=tmp_path,  # not the repository, where the folder mcore_patch would hide the installed package
             env={**base, "PYTHONPATH": path.rstrip(os.pathsep), **env},
             capture_output=True,
             text=True,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -55,10 +55,9 @@ def test_an_unknown_line_is_an_error_that_names_the_known_ones() -> None:
         line_named("0.99")
 
 
-def test_the_registry_needs_the_standard_library_only() -> None:
+def test_the_registry_needs_the_standard_library_only(run_python: Callable[..., str]) -> None:
     code = "import sys; old = set(sys.modules); import mcore_patch.compat; print(*(set(sys.modules) - old))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    tops = {name.partition(".")[0] for name in result.stdout.split()}
+    tops = {name.partition(".")[0] for name in run_python(code).split()}
     assert tops - sys.stdlib_module_names == {"mcore_patch"}
 
 

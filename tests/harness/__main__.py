@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from importlib import metadata
+from typing import get_args
 
 from .scenario import Mode, Scenario
 from .session import Session, release
@@ -76,7 +77,7 @@ SCENARIOS: dict[str, Scenario] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="run the scenarios whose name contains one of these (default: all)")
-    parser.add_argument("--mode", choices=("stock", "native", "patched"), action="append")
+    parser.add_argument("--mode", choices=get_args(Mode), action="append")
     options = parser.parse_args()
     modes: list[Mode] = options.mode or ["stock", "native"]
     print(f"megatron-core {metadata.version('megatron-core')}")
@@ -85,9 +86,9 @@ def main() -> None:
             if options.words and not any(word in name for word in options.words):
                 continue
             for mode in modes:
-                if mode == "native" and (release() < (0, 14) or scenario.then != "reload"):
+                if "native" in mode and (scenario.then != "reload" or (mode == "native" and release() < (0, 14))):
                     continue
-                print(f"{name:44} {mode:8} {_line(session, scenario, mode)}", flush=True)
+                print(f"{name:44} {mode:14} {_line(session, scenario, mode)}", flush=True)
 
 
 def _line(session: Session, scenario: Scenario, mode: Mode) -> str:

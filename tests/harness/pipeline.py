@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from . import masters as measure
 from .models import (
@@ -53,7 +54,7 @@ class Pipeline:
 
 
 def write(writer: Scenario, folder: Path) -> None:
-    """Writes the seeded weights at ``writer.disk``; for resume also the state of an optimizer of a model at ``writer.params``."""
+    """Writes the seeded weights at ``writer.disk``; for resume also the state of an optimizer, with its own masters."""
     initialize_parallel(writer)
     chunks = wrap_float16(bare_chunks(writer, getattr(torch, writer.disk)))
     fill(writer, chunks)
@@ -101,12 +102,13 @@ def _seeded_masters(scenario: Scenario, chunks: Chunks) -> Truth:
 
 def _optimizer_sharded_state(scenario: Scenario, chunks: Chunks, optimizer: Any, is_loading: bool) -> Any:
     model_state = _keyed(chunks, _sharded_state)
-    # "metadata" from 0.14 on; before, the sharding type is an argument of the distributed optimizer, passed on by others.
     sharding: dict[str, Any] = {}
-    if scenario.sharding is not None and "metadata" in inspect.signature(optimizer.sharded_state_dict).parameters:
-        sharding = {"metadata": {"distrib_optim_sharding_type": scenario.sharding}}
-    elif scenario.sharding is not None:
-        sharding = {"sharding_type": scenario.sharding}
+    if scenario.sharding is not None:
+        # Other optimizers pass on what they do not know; metadata is known from 0.14 on.
+        if "metadata" in inspect.signature(DistributedOptimizer.sharded_state_dict).parameters:
+            sharding = {"metadata": {"distrib_optim_sharding_type": scenario.sharding}}
+        else:
+            sharding = {"sharding_type": scenario.sharding}
     return optimizer.sharded_state_dict(model_state, is_loading=is_loading, **sharding)
 
 
@@ -115,7 +117,7 @@ def run(
 ) -> tuple[list[Master], dict[str, str], Any]:
     initialize_parallel(scenario)
     truth = read_truth(scenario, folder)
-    if mode == "patched":
+    if "patched" in mode:
         import mcore_patch
 
         mcore_patch.apply()
@@ -125,11 +127,19 @@ def run(
 
 
 def read_truth(scenario: Scenario, folder: Path) -> Truth:
-    """The checkpoint in this layout, by the release's own code: an fp32 model of it loses nothing."""
+    """The checkpoint in this layout, by the release's own code: an fp32 model of it loses nothing.
+
+    In the writer's layout it must be what the writer seeded.
+    """
     plain = scenario.but(params="float32", load="plain", write="unwrapped", missing=0, then="nothing")
     chunks = bare_chunks(plain, torch.float32)
     load(plain, folder, chunks)
-    return {(chunk, name): parameter.detach().clone() for chunk, name, parameter in parameters_of(chunks)}
+    truth = {(chunk, name): parameter.detach().clone() for chunk, name, parameter in parameters_of(chunks)}
+    if scenario.saved_as is None:
+        for chunk, name, parameter in parameters_of(chunks):
+            written = seeded(scenario, chunk, name, parameter, "weights").to(getattr(torch, scenario.disk))
+            assert torch.equal(truth[chunk, name], written.float()), f"the checkpoint is not what was written: {name}"
+    return truth
 
 
 def build_and_load(scenario: Scenario, mode: Mode, folder: Path, truth: Truth) -> Pipeline:
@@ -150,7 +160,7 @@ def build_and_load(scenario: Scenario, mode: Mode, folder: Path, truth: Truth) -
     if scenario.missing:
         _expect_model_where_missing(chunks, loaded, truth)
     if scenario.then == "reload":
-        optimizer.reload_model_params(**({"state_dict": loaded} if mode == "native" else {}))
+        optimizer.reload_model_params(**({"state_dict": loaded} if "native" in mode else {}))
     elif scenario.then == "optimizer-state-without-masters":
         optimizer.load_state_dict(optimizer.state_dict())
     elif scenario.then == "resume":
@@ -232,7 +242,6 @@ def _rank_file(folder: Path) -> Path:
     pp = parallel_state.get_pipeline_model_parallel_rank()
     ep = parallel_state.get_expert_model_parallel_rank()
     return folder / f"mp_rank_{tp:02d}_{pp:03d}_{ep:03d}.pt"
-
 
 
 def _optimizer_file(folder: Path) -> Path:

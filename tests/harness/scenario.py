@@ -6,16 +6,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Dtype = Literal["float32", "float16", "bfloat16"]
-Mode = Literal["stock", "native", "patched"]
-"""stock: as the release is; native: as stock, with ``reload_model_params(state_dict=...)``; patched: with mcore_patch."""
+Mode = Literal["stock", "native", "patched", "patched-native"]
+"""stock: the release as it is; patched: with mcore_patch; native: ``reload_model_params`` gets ``state_dict=``."""
 
 
 @dataclass(frozen=True)
 class Scenario:
     """One pipeline, from a checkpoint to the masters before the first step.
 
-    The checkpoint is written by a model of dtype *disk* in the layout of *saved_as* (a Scenario too; default: this layout),
-    and loaded by a model of dtype *params* in the layout given here. The world size is ``max(dp, ep) * tp * pp``.
+    The checkpoint is written by a model of dtype *disk* and loaded by a model of dtype *params*. The world size is
+    ``max(dp, ep) * tp * pp``: experts are spread over data-parallel ranks.
     """
 
     # The checkpoint
@@ -41,15 +41,15 @@ class Scenario:
     # The pipeline
     optimizer: Literal["distributed", "plain", "offload", "offload-precision-aware"] = "distributed"
     order: Literal["optimizer-first", "weights-first", "before-ddp"] = "optimizer-first"
-    """When weights come: after the optimizer; between DDP and the optimizer; before DDP, into the bare fp32-normed model."""
+    """When weights come: after the optimizer; between DDP and optimizer; before both, into a model with fp32 norms."""
     write: Literal["unwrapped", "ddp", "in-place"] = "unwrapped"
-    """Who gets ``load_state_dict``; in-place: nobody, and what ``dist_checkpointing.load`` returns is dropped."""
+    """Who gets ``load_state_dict``; in-place: nobody, what ``dist_checkpointing.load`` returns is dropped."""
     change: bool = False
-    """Changes every second parameter in place between the load and what comes then; those masters shall be the model's."""
+    """Changes every second parameter in place after the load; the masters of these shall be the model's."""
     then: Literal["reload", "nothing", "optimizer-state-without-masters", "resume"] = "reload"
-    """resume: the checkpoint has optimizer state, with masters that its weights know nothing of; these are the truth."""
+    """resume: the checkpoint has optimizer state, with masters unlike its weights; these masters are the truth."""
     sharding: str | None = None
-    """The distributed optimizer's sharding type for resume; None: the release's own default. Not for fmt="torch"."""
+    """The distributed optimizer's sharding type for resume; None: the release's default. Not for fmt="torch"."""
 
     @property
     def world_size(self) -> int:

@@ -93,9 +93,10 @@ class Session:
         probe: Callable[..., Any] | None = None,
         timeout: float = 120,
     ) -> Result:
-        """Runs *scenario*. *probe*, if any, is called on every rank with the pipeline when it is done (``pipeline.Pipeline``).
+        """Runs *scenario*. When it is done, *probe*, if any, is called on every rank with its ``pipeline.Pipeline``.
 
-        Raises ``RankFailed`` with the traceback if a rank fails, so a scenario that upstream asserts on is testable too.
+        *probe* is pickled by name, so the server must be able to import it; ``probes`` has some. Raises
+        ``RankFailed`` with the traceback if a rank fails, so what upstream asserts on can be tested as well.
         """
         folder = self.checkpoint(scenario)
         begin = time.monotonic()

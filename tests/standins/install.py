@@ -5,7 +5,7 @@
 * makes ``torch.cuda`` mean the CPU (``mcore_patch.testing``), and say that there is a GPU, one of the Hopper kind;
 * keeps ``transformer_engine.common`` from loading shared objects, and gives ``transformer_engine.pytorch`` the stand-in
   beside this file for its extension;
-* makes the release say that it supports every fp8 recipe.
+* makes the release say that it supports every fp8 recipe. (From 2.x on, it then takes MXFP8 for its default: name the recipe.)
 
 Since every tensor then says that it lies on a GPU, a mix-up of devices cannot be seen in such a process.
 """
@@ -38,7 +38,6 @@ _ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     # Of the ways to a softmax, the one in plain torch.
     "NVTE_MASKED_SOFTMAX_FUSION": "0",
-    "OMP_NUM_THREADS": "1",
 }
 
 
@@ -72,6 +71,8 @@ def _stand_in_for_hopper() -> None:
     tensor.is_cuda = property(lambda _: True)
     # Asked for below __torch_dispatch__, too, where no torch function mode is active.
     tensor.cuda = lambda self, *_, **__: self
+    # Refuses a stream that is none before any torch function mode is asked.
+    tensor.record_stream = lambda *_: None
 
 
 def _keep_stand_in_during_backward() -> None:
