@@ -8,25 +8,27 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+from types import ModuleType
 
-from ._schema import Checked, Quirks, ReleaseLine, Target
+from ._schema import Checked, Pair, Quirks, ReleaseLine, Target
 from ._targets import TARGETS
 
-__all__ = ["LINES", "TARGETS", "Checked", "Quirks", "ReleaseLine", "Target", "line_named"]
+__all__ = ["LINES", "PAIRS", "TARGETS", "Checked", "Pair", "Quirks", "ReleaseLine", "Target", "line_named"]
 
 
-def _discover() -> tuple[ReleaseLine, ...]:
+def _modules() -> list[ModuleType]:
     names = (module.name for module in pkgutil.iter_modules(__path__))
-    lines = (
-        importlib.import_module(f"{__name__}.{name}").LINE
-        for name in names
-        if re.fullmatch(r"v\d+_\d+", name)
-    )
-    return tuple(sorted(lines, key=lambda line: line.key))
+    found = [importlib.import_module(f"{__name__}.{name}") for name in names if re.fullmatch(r"v\d+_\d+", name)]
+    return sorted(found, key=lambda module: module.LINE.key)
 
 
-LINES: tuple[ReleaseLine, ...] = _discover()
+_MODULES = _modules()
+
+LINES: tuple[ReleaseLine, ...] = tuple(module.LINE for module in _MODULES)
 """All release lines, oldest first."""
+
+PAIRS: tuple[Pair, ...] = tuple(pair for module in _MODULES for pair in getattr(module, "PAIRS", ()))
+"""The pairs with Transformer Engine that are tested, oldest megatron-core first."""
 
 
 def line_named(name: str) -> ReleaseLine:

@@ -82,3 +82,19 @@ class ReleaseLine:
     def key(self) -> tuple[int, ...]:
         """The name as a tuple of numbers, to order lines and to compare releases with them."""
         return tuple(int(part) for part in self.name.split("."))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A megatron-core release and a Transformer Engine release that the fp8 tests run together.
+
+    `recipes` are those that the pair supports for parameters: delayed, tensorwise, blockwise, mxfp8. A `fast` pair is
+    tested on every run, with delayed and tensorwise; the others on demand. `steps` is False where upstream's own
+    training step does not work with the pair, or has no stand-in: there, masters are compared and no step is taken.
+    """
+
+    mcore: str
+    te: str
+    recipes: tuple[str, ...]
+    fast: bool = False
+    steps: bool = True

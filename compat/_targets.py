@@ -11,9 +11,7 @@ _OPTIMIZER = "megatron.core.optimizer"
 _OPTIMIZER_DIR = _OPTIMIZER.replace(".", "/")
 
 _LOADS_AT_DISK_PRECISION = "dist_checkpointing.load returns float tensors at the dtype that they have on disk"
-_MASTERS_FROM_CHECKPOINT = (
-    "upstream builds masters from the checkpoint's tensors by default, for every format"
-)
+_MASTERS_FROM_CHECKPOINT = "upstream builds masters from the checkpoint's tensors by default, for every format"
 
 _TABLE = (
     # torch: the same signatures in every release from 2.1 to 2.13.
@@ -37,8 +35,7 @@ _TABLE = (
         after="torch",
         checked=Checked(
             signatures=(
-                "(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, "
-                "error_msgs)",
+                "(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)",
             )
         ),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._schema import Checked, Quirks, ReleaseLine
+from ._schema import Checked, Pair, Quirks, ReleaseLine
 
 LINE = ReleaseLine(
     name="0.10",
@@ -121,3 +121,5 @@ LINE = ReleaseLine(
         ),
     },
 )
+
+PAIRS = (Pair("0.10.0", "1.13.0", ("delayed",), steps=False),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._schema import Checked, Quirks, ReleaseLine
+from ._schema import Checked, Pair, Quirks, ReleaseLine
 
 LINE = ReleaseLine(
     name="0.11",
@@ -118,3 +118,5 @@ LINE = ReleaseLine(
         ),
     },
 )
+
+PAIRS = (Pair("0.11.0", "2.1.0", ("delayed",), steps=False),)

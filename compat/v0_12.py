@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._schema import Checked, Quirks, ReleaseLine
+from ._schema import Checked, Pair, Quirks, ReleaseLine
 
 LINE = ReleaseLine(
     name="0.12",
@@ -120,4 +120,10 @@ LINE = ReleaseLine(
             },
         ),
     },
+)
+
+PAIRS = (
+    Pair("0.12.3", "1.13.0", ("delayed",), steps=False),
+    Pair("0.12.3", "2.2.0", ("delayed", "tensorwise")),
+    Pair("0.12.3", "2.5.0", ("delayed", "tensorwise")),
 )

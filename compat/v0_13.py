@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._schema import Checked, Quirks, ReleaseLine
+from ._schema import Checked, Pair, Quirks, ReleaseLine
 
 LINE = ReleaseLine(
     name="0.13",
@@ -118,3 +118,5 @@ LINE = ReleaseLine(
         ),
     },
 )
+
+PAIRS = (Pair("0.13.1", "2.5.0", ("delayed", "tensorwise", "blockwise", "mxfp8"), fast=True),)

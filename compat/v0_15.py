@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._schema import Checked, Quirks, ReleaseLine
+from ._schema import Checked, Pair, Quirks, ReleaseLine
 
 LINE = ReleaseLine(
     name="0.15",
@@ -118,3 +118,5 @@ LINE = ReleaseLine(
         ),
     },
 )
+
+PAIRS = (Pair("0.15.3", "2.8.0", ("delayed", "tensorwise", "blockwise", "mxfp8")),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._schema import Checked, Quirks, ReleaseLine
+from ._schema import Checked, Pair, Quirks, ReleaseLine
 
 LINE = ReleaseLine(
     name="0.16",
@@ -105,4 +105,9 @@ LINE = ReleaseLine(
             },
         ),
     },
+)
+
+PAIRS = (
+    Pair("0.16.1", "2.10.0", ("delayed", "tensorwise", "blockwise", "mxfp8")),
+    Pair("0.16.1", "2.14.0", ("delayed", "tensorwise", "blockwise", "mxfp8")),
 )

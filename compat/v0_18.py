@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._schema import Checked, Quirks, ReleaseLine
+from ._schema import Checked, Pair, Quirks, ReleaseLine
 
 LINE = ReleaseLine(
     name="0.18",
@@ -109,3 +109,5 @@ LINE = ReleaseLine(
         ),
     },
 )
+
+PAIRS = (Pair("0.18.2", "2.17.1", ("delayed", "tensorwise", "blockwise", "mxfp8")),)

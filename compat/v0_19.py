@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._schema import Checked, Quirks, ReleaseLine
+from ._schema import Checked, Pair, Quirks, ReleaseLine
 
 LINE = ReleaseLine(
     name="0.19",
@@ -111,4 +111,9 @@ LINE = ReleaseLine(
             },
         ),
     },
+)
+
+PAIRS = (
+    Pair("0.19.2", "2.17.1", ("delayed", "tensorwise", "blockwise", "mxfp8")),
+    Pair("0.19.2", "2.20.2", ("delayed", "tensorwise", "blockwise", "mxfp8"), fast=True),
 )

@@ -28,14 +28,10 @@ _DRAFT = "DRAFT, read the releases: "
 
 def main() -> None:
     """Print the draft."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("releases", nargs="+", metavar="VERSION=PATH", help="a release and its wheel or tree")
     named = [release.partition("=")[::2] for release in parser.parse_args().releases]
-    paths = {
-        version: Path(path) for version, path in sorted(named, key=lambda pair: release_of(pair[0]) or ())
-    }
+    paths = {version: Path(path) for version, path in sorted(named, key=lambda pair: release_of(pair[0]) or ())}
     names = {".".join(version.split(".")[:2]) for version in paths}
     if len(names) != 1 or not all(release_of(version) for version in paths):
         parser.error(f"found the lines {sorted(names)}, expected releases of one line")
@@ -98,9 +94,7 @@ def requires_python(path: Path) -> str:
     return ""
 
 
-def draft(
-    name: str, releases: tuple[str, ...], python: str, checks: Checks, nearest: ReleaseLine | None
-) -> str:
+def draft(name: str, releases: tuple[str, ...], python: str, checks: Checks, nearest: ReleaseLine | None) -> str:
     """Return the module's text, as `ruff format` would lay it out."""
     lines = [
         f'"""What was checked in megatron-core {name}. Drafted by scripts/release_line.py."""',

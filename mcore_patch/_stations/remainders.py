@@ -20,5 +20,5 @@ def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def join(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The fp32 master that a bf16 ``parameter`` and its int16 ``remainder`` stand for (inverse of :func:`split`)."""
-    high = parameter.contiguous().view(torch.int16).to(torch.int32) - (remainder < 0)
+    high = parameter.contiguous().view(torch.int16).to(torch.int32) - (remainder < 0).to(torch.int32)
     return ((high << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)

@@ -130,6 +130,7 @@ def _rank(
     args: tuple[Any, ...],
 ) -> None:
     os.setsid()
+    parent = os.getppid()
     try:
         import torch
 
@@ -145,8 +146,9 @@ def _rank(
         answer = pickle.dumps((True, function(*args)))
     except BaseException:
         answer = pickle.dumps((False, traceback.format_exc()))
-    connection.send_bytes(answer)
-    # Stay until the parent ends all ranks together: a peer may still be reading from this one.
-    with contextlib.suppress(EOFError):
-        connection.recv_bytes()
+    with contextlib.suppress(OSError):
+        connection.send_bytes(answer)
+    # Stay until the parent ends all ranks together, for a peer may still be reading from this one; or until it is gone.
+    while os.getppid() == parent:
+        time.sleep(0.5)
     os._exit(0)

@@ -9,7 +9,7 @@ The release is the ``megatron.core`` on the path. Importing this package imports
 
 from __future__ import annotations
 
-from .scenario import Master, Result, Scenario
+from .scenario import Master, Result, Scenario, unavailable
 from .session import Session, release
 
-__all__ = ["Master", "Result", "Scenario", "Session", "release"]
+__all__ = ["Master", "Result", "Scenario", "Session", "release", "unavailable"]

@@ -6,7 +6,7 @@ import argparse
 from importlib import metadata
 from typing import get_args
 
-from .scenario import Mode, Scenario
+from .scenario import Mode, Scenario, unavailable
 from .session import Session, release
 
 _MOE = Scenario(dp=2, ep=2, experts=24)
@@ -86,7 +86,7 @@ def main() -> None:
             if options.words and not any(word in name for word in options.words):
                 continue
             for mode in modes:
-                if "native" in mode and (scenario.then != "reload" or (mode == "native" and release() < (0, 14))):
+                if unavailable(scenario, release(), mode):
                     continue
                 print(f"{name:44} {mode:14} {_line(session, scenario, mode)}", flush=True)
 

@@ -1,8 +1,9 @@
 """Shows what the megatron-core and the Transformer Engine on the path do to the masters of fp8 parameters.
 
-``python -m tests.standins --ranks 1 2 --recipes tensorwise delayed`` prints a line for each case; mcore_patch has no part
-in it. Cases: B, a state dict and ``reload_model_params()``; C, the same with ``state_dict=``; E, weights before the
-optimizer; T, a ``torch_dist`` checkpoint; D, the losses of three steps, with the masters of case B and with the right ones.
+``python -m tests.standins --ranks 1 2 --recipes tensorwise delayed`` prints a line for each case; mcore_patch has no
+part in it. Cases: B, a state dict and ``reload_model_params()``; C, the same with ``state_dict=``; E, weights before
+the optimizer; T, a ``torch_dist`` checkpoint; D, the losses of three steps, with the masters of case B and with the
+right ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A small GPT with fp8 parameters, for whatever megatron-core and Transformer Engine are on the path.
 
-Import it after :func:`tests.standins.install.stand_in_for_transformer_engine`, but never at the top of a ``__main__``: a
-process that saves a ``torch_dist`` checkpoint spawns another one, which imports ``__main__`` again, without the stand-ins.
+Import it after :func:`tests.standins.install.stand_in_for_transformer_engine`, but never at the top of a ``__main__``:
+a process that saves a ``torch_dist`` checkpoint spawns another one, which imports ``__main__`` again, without the
+stand-ins.
 
 In a rank (``mcore_patch.testing.run_ranks``), compose ``initialize``, ``build_model``, ``wrap``, ``build_optimizer``,
 ``reference``, ``load``, ``masters``, ``differing`` and ``train_step``; ``fp8_cases.py`` shows how.
@@ -29,7 +30,6 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from packaging.version import Version
 from transformer_engine.common.recipe import DelayedScaling
 
 HIDDEN = 128
@@ -39,9 +39,6 @@ SEQUENCE = 32
 BATCH = 4
 
 Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
-
-MCORE = Version(metadata.version("megatron-core"))
-TE = Version(metadata.version("transformer-engine"))
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ class MasterOf:
         return whole.detach().float().reshape(-1)[self.start : self.start + self.values.numel()]
 
 
-# ----------------------------------------------------------------------------------------------------------------- build
+# --------------------------------------------------------------------------------------------------------------- build
 
 
 def accepted(function: Callable[..., Any], **kwargs: Any) -> dict[str, Any]:
@@ -152,7 +149,8 @@ def build_model(options: Options) -> Any:
         if options.recipe is not None and not hasattr(config, "fp8_param"):
             # Up to 0.11, it is the caller who asks Transformer Engine for fp8 parameters.
             if options.recipe != "delayed":
-                raise ValueError(f"megatron-core {MCORE} knows the recipe 'delayed' only, found {options.recipe!r}")
+                release = metadata.version("megatron-core")
+                raise ValueError(f"megatron-core {release} knows the recipe 'delayed' only, found {options.recipe!r}")
             recipe = accepted(te.fp8_model_init, recipe=DelayedScaling())
             stack.enter_context(te.fp8_model_init(enabled=True, **recipe))
         return GPTModel(
@@ -216,7 +214,7 @@ def unwrapped(module: Any) -> Any:
     return module
 
 
-# ----------------------------------------------------------------------------------------------------- checkpoints, loads
+# -------------------------------------------------------------------------------------------------- checkpoints, loads
 
 
 def reference(model: Any, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
@@ -255,7 +253,7 @@ def load_distributed(model: Any, folder: Path, strategy: Any = None) -> dict[str
     return state
 
 
-# --------------------------------------------------------------------------------------------------------------- measure
+# ------------------------------------------------------------------------------------------------------------- measure
 
 
 def is_fp8(parameter: torch.Tensor) -> bool:
@@ -267,11 +265,12 @@ def dequantized(parameter: torch.Tensor, dtype: torch.dtype = torch.float32) -> 
     if not is_fp8(parameter):
         return parameter.detach().to(dtype)
     detached: Any = parameter.detach()
-    return detached.from_float8(dtype) if TE < Version("2.0") else detached.dequantize(dtype=dtype)
+    # 1.x has a ``dequantize`` as well, with another signature.
+    return detached.from_float8(dtype) if hasattr(detached, "from_float8") else detached.dequantize(dtype=dtype)
 
 
 def masters(pipeline: Pipeline) -> Iterator[MasterOf]:
-    """The masters on this rank. Those that FusedAdam would make at the first step are made here, as it would make them."""
+    """The masters on this rank. Those that FusedAdam makes at its first step are made here, as it makes them."""
     names = {id(parameter): name for name, parameter in pipeline.model.named_parameters()}
     for part in getattr(pipeline.optimizer, "chained_optimizers", [pipeline.optimizer]):
         groups = (part.model_float16_groups, part.shard_float16_groups, part.shard_fp32_from_float16_groups)
@@ -296,7 +295,7 @@ def _held_by_te(adam: Any, shard: torch.Tensor) -> torch.Tensor:
         unscaled: torch.Tensor = adam.get_unscaled_state(shard, "master_param")
         return unscaled
     low = adam.state[shard]["master_param"].int()
-    # The parameter is the high half, rounded half away. (FusedAdam keeps remainders of fp8 parameters, too, and then fails.)
+    # The parameter is the high half, rounded half away. (Of fp8 parameters, too; its step fails then.)
     high = dequantized(shard, torch.bfloat16).view(torch.int16).int() - (low < 0).int()
     return ((high << 16) | (low & 0xFFFF)).view(torch.float32)
 
@@ -329,13 +328,13 @@ def differing(
 
 
 def set_masters(pipeline: Pipeline, state: dict[str, torch.Tensor]) -> None:
-    """Writes *state* into the masters, which must be held as fp32: what a pipeline without the defect would train from."""
+    """Writes *state* into the masters, which must be held as fp32: what to train from without the defect."""
     for master in masters(pipeline):
         master.values.copy_(master.part_of(state[master.name]))
 
 
 def train_step(pipeline: Pipeline) -> float:
-    """One step on the same batch each time (another one on each rank); returns the loss before it, mean over the ranks."""
+    """One step, on a batch that is the same each time; returns the loss before it, the mean over the ranks."""
     pipeline.chunk.zero_grad_buffer()
     pipeline.optimizer.zero_grad()
     generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())

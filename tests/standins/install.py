@@ -5,7 +5,7 @@
 * makes ``torch.cuda`` mean the CPU (``mcore_patch.testing``), and say that there is a GPU, one of the Hopper kind;
 * keeps ``transformer_engine.common`` from loading shared objects, and gives ``transformer_engine.pytorch`` the stand-in
   beside this file for its extension;
-* makes the release say that it supports every fp8 recipe. (From 2.x on, it then takes MXFP8 for its default: name the recipe.)
+* makes the release say that it supports every fp8 recipe. (It then takes MXFP8 for its default: name the recipe.)
 
 Since every tensor then says that it lies on a GPU, a mix-up of devices cannot be seen in such a process.
 """
@@ -54,7 +54,7 @@ def stand_in_for_transformer_engine() -> None:
     sys.meta_path.insert(0, _Finder())
 
 
-# ---------------------------------------------------------------------------------------------------------------- torch
+# --------------------------------------------------------------------------------------------------------------- torch
 
 
 def _stand_in_for_hopper() -> None:
@@ -116,7 +116,7 @@ def _stand_in_for_coalescing() -> None:
     dist._coalescing_manager = one_by_one  # type: ignore[attr-defined]
 
 
-# --------------------------------------------------------------------------------------------------- Transformer Engine
+# -------------------------------------------------------------------------------------------------- Transformer Engine
 
 
 class _NoSharedObjects:

@@ -1,12 +1,12 @@
 """The compiled extension ``transformer_engine_torch`` in plain torch, for tests on a CPU.
 
-Transformer Engine's Python code runs over it unmodified; ``install.py`` puts it in place of the shared object. It serves
-releases 1.13 to 2.20.
+Transformer Engine's Python code runs over it unmodified; ``install.py`` puts it in place of the shared object. It
+serves releases 1.13 to 2.20.
 
-What it computes is *some* valid fp8 rounding (to nearest even, saturating), and reference formulas for the rest. It has
-never been compared to the CUDA kernels bit by bit, so nothing but "these are fp8 values of those numbers" may be asserted
-of them. Three things are known to differ: the scales of delayed scaling stay what they are (1.0 at the start), swizzled
-scales are never produced, and all arithmetic is fp32.
+What it computes is *some* valid fp8 rounding (to nearest even, saturating), and reference formulas for the rest. It
+has never been compared to the CUDA kernels bit by bit, so nothing but "these are fp8 values of those numbers" may be
+asserted of them. Three things are known to differ: the scales of delayed scaling stay what they are (1.0 at the
+start), swizzled scales are never produced, and all arithmetic is fp32.
 
 A name that is not here answers with an open enum (``CamelCase``, ``NVTE_...``) or with a function that raises
 :class:`NotImplementedError` when it is called.
@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-Tensors = list[torch.Tensor]
+Tensors = list[Tensor]
 
 # --------------------------------------------------------------------------------------------------------------- enums
 
@@ -87,9 +88,9 @@ class FP8BwdTensors(enum.IntEnum):
 class FP8TensorMeta:
     """Scales and amax history of 1.x modules; the fields are set by the caller."""
 
-    scale: torch.Tensor
-    scale_inv: torch.Tensor
-    amax_history: torch.Tensor
+    scale: Tensor
+    scale_inv: Tensor
+    amax_history: Tensor
 
 
 def __getattr__(name: str) -> Any:
@@ -123,25 +124,25 @@ def _torch_dtype(dtype: Any) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else _TORCH_DTYPES[DType(int(dtype))]
 
 
-# ----------------------------------------------------------------------------------------------------------- fp8 values
+# ---------------------------------------------------------------------------------------------------------- fp8 values
 
 
-def _to_bytes(values: torch.Tensor, dtype: Any) -> torch.Tensor:
+def _to_bytes(values: Tensor, dtype: Any) -> Tensor:
     """fp32 *values* as the bytes of saturating fp8."""
     fp8 = _torch_dtype(dtype)
     limit = torch.finfo(fp8).max
     return values.clamp(-limit, limit).to(fp8).view(torch.uint8)
 
 
-def _from_bytes(data: torch.Tensor, dtype: Any) -> torch.Tensor:
+def _from_bytes(data: Tensor, dtype: Any) -> Tensor:
     return data.view(_torch_dtype(dtype)).float()
 
 
-def _amax(values: torch.Tensor) -> torch.Tensor:
+def _amax(values: Tensor) -> Tensor:
     return values.abs().max() if values.numel() else values.new_zeros(())
 
 
-def _scale(amax: torch.Tensor, limit: float, epsilon: float, power_of_two: bool) -> torch.Tensor:
+def _scale(amax: Tensor, limit: float, epsilon: float, power_of_two: bool) -> Tensor:
     """The factor that takes *amax* to *limit*; 1 where there is none."""
     amax = amax.float().clamp(min=epsilon)
     scale = (limit / amax).clamp(max=torch.finfo(torch.float32).max)
@@ -152,19 +153,19 @@ def _scale(amax: torch.Tensor, limit: float, epsilon: float, power_of_two: bool)
     return scale
 
 
-def _e8m0(amax: torch.Tensor) -> torch.Tensor:
+def _e8m0(amax: Tensor) -> Tensor:
     """The biased exponent (uint8) of the smallest power of two times which 448 reaches *amax*."""
     bits = (amax.float() / 448.0).view(torch.int32)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).int()
     return exponent.clamp(0, 254).to(torch.uint8)
 
 
-def _power(exponent: torch.Tensor, sign: int = 1) -> torch.Tensor:
+def _power(exponent: Tensor, sign: int = 1) -> Tensor:
     """2 to the power of a biased exponent, or of its negative."""
     return torch.ldexp(torch.ones(()), sign * (exponent.int() - 127))
 
 
-def _grid_amax(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def _grid_amax(matrix: Tensor, block: tuple[int, int]) -> Tensor:
     """The amax of every block of a matrix; blocks at the far edges may be cut off."""
     rows, columns = (math.ceil(size / step) for size, step in zip(matrix.shape, block, strict=True))
     padded = matrix.new_zeros(rows * block[0], columns * block[1])
@@ -172,26 +173,26 @@ def _grid_amax(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     return padded.abs().view(rows, block[0], columns, block[1]).amax(dim=(1, 3))
 
 
-def _spread(grid: torch.Tensor, block: tuple[int, int], shape: Sequence[int]) -> torch.Tensor:
+def _spread(grid: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor:
     """A value per block as a value per element of a matrix of *shape*; *grid* may be padded."""
     return grid.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
 
 
-def _write_grid(target: torch.Tensor, grid: torch.Tensor) -> None:
+def _write_grid(target: Tensor, grid: Tensor) -> None:
     target.zero_()
     target[: grid.shape[0], : grid.shape[1]] = grid
 
 
-def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+def _matrix(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor.reshape(1, 1)
 
 
-def fp8_transpose(data: torch.Tensor, dtype: Any, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
     transposed = _matrix(data).t().contiguous().view(data.shape[-1], *data.shape[:-1])
     return transposed if out is None else out.copy_(transposed)
 
 
-# ------------------------------------------------------------------------------------------- quantizers and their tensors
+# ---------------------------------------------------------------------------------------- quantizers and their tensors
 
 _FAMILIES = {
     "Float8Quantizer": ("float8_tensor", "Float8Tensor"),
@@ -224,7 +225,7 @@ def _round_up(size: int, multiple: int) -> int:
     return math.ceil(size / multiple) * multiple
 
 
-def _empty_buffers(quantizer: Any, shape: Sequence[int], columnwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_buffers(quantizer: Any, shape: Sequence[int], columnwise: bool) -> tuple[Tensor, Tensor]:
     """Data and inverse scales of one orientation, of a quantizer that scales blocks."""
     if type(quantizer).__name__ == "Float8BlockQuantizer":
         if getattr(quantizer, "all_gather_usage", False):
@@ -269,7 +270,7 @@ def create_empty_quantized_tensor(
     return _build(quantizer, shape, dtype, buffers)
 
 
-def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
+def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
     """*tensor* quantized, into *output* if there is one; nothing happens if *noop* is set."""
     if output is None:
         output = create_empty_quantized_tensor(quantizer, tensor.shape, tensor.dtype)
@@ -302,7 +303,7 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: tor
     return output
 
 
-def _fill_float8(quantizer: Any, values: torch.Tensor, output: Any, scale: torch.Tensor) -> None:
+def _fill_float8(quantizer: Any, values: Tensor, output: Any, scale: Tensor) -> None:
     data = _to_bytes(values * scale.view(()), quantizer.dtype)
     output._scale_inv.copy_(scale.reciprocal().view(output._scale_inv.shape))
     if quantizer.rowwise_usage:
@@ -312,7 +313,7 @@ def _fill_float8(quantizer: Any, values: torch.Tensor, output: Any, scale: torch
     output._transpose_invalid = output._transpose is None
 
 
-def _fill_blocks(quantizer: Any, values: torch.Tensor, output: Any, fill: Any) -> None:
+def _fill_blocks(quantizer: Any, values: Tensor, output: Any, fill: Any) -> None:
     for side, columnwise in (("rowwise", False), ("columnwise", True)):
         data, scale_inv = f"_{side}_data", f"_{side}_scale_inv"
         if not (quantizer.columnwise_usage if columnwise else quantizer.rowwise_usage):
@@ -326,9 +327,7 @@ def _fill_blocks(quantizer: Any, values: torch.Tensor, output: Any, fill: Any) -
         fill(quantizer, values, getattr(output, data), getattr(output, scale_inv), columnwise)
 
 
-def _fill_mxfp8(
-    quantizer: Any, values: torch.Tensor, data: torch.Tensor, scale_inv: torch.Tensor, columnwise: bool
-) -> None:
+def _fill_mxfp8(quantizer: Any, values: Tensor, data: Tensor, scale_inv: Tensor, columnwise: bool) -> None:
     matrix, block = _matrix(values), (32, 1) if columnwise else (1, 32)
     exponents = _e8m0(_grid_amax(matrix, block))
     _write_grid(scale_inv, exponents)
@@ -336,9 +335,7 @@ def _fill_mxfp8(
     data.copy_(_to_bytes(matrix * factors, quantizer.dtype).view(data.shape))
 
 
-def _fill_blockwise(
-    quantizer: Any, values: torch.Tensor, data: torch.Tensor, scale_inv: torch.Tensor, columnwise: bool
-) -> None:
+def _fill_blockwise(quantizer: Any, values: Tensor, data: Tensor, scale_inv: Tensor, columnwise: bool) -> None:
     matrix, size = _matrix(values), quantizer.block_len
     square = quantizer.block_scaling_dim == 2
     block = (size, size) if square else (size, 1) if columnwise else (1, size)
@@ -350,11 +347,11 @@ def _fill_blockwise(
     data.copy_((result.t() if columnwise else result).reshape(data.shape))
 
 
-def dequantize(tensor: Any, dtype: Any = DType.kFloat32) -> torch.Tensor:
+def dequantize(tensor: Any, dtype: Any = DType.kFloat32) -> Tensor:
     return _values(tensor).to(_torch_dtype(dtype))
 
 
-def _values(tensor: Any) -> torch.Tensor:
+def _values(tensor: Any) -> Tensor:
     """The fp32 values of a plain or a quantized tensor, or of a bare storage, in the shape of the tensor."""
     if hasattr(tensor, "_is_2D_scaled"):
         # Transformer Engine's own, in plain torch.
@@ -369,7 +366,7 @@ def _values(tensor: Any) -> torch.Tensor:
     return tensor.detach().float()
 
 
-def _mxfp8_values(tensor: Any) -> torch.Tensor:
+def _mxfp8_values(tensor: Any) -> Tensor:
     columnwise = tensor._rowwise_data is None
     data = tensor._columnwise_data if columnwise else tensor._rowwise_data
     exponents = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
@@ -377,11 +374,11 @@ def _mxfp8_values(tensor: Any) -> torch.Tensor:
     return (values * _spread(_power(exponents), (32, 1) if columnwise else (1, 32), values.shape)).view(data.shape)
 
 
-def bgrad_quantize(grad: torch.Tensor, quantizer: Any) -> tuple[torch.Tensor, Any]:
+def bgrad_quantize(grad: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
     return _matrix(grad).float().sum(0).to(grad.dtype), quantize(grad, quantizer)
 
 
-def split_quantize(tensor: torch.Tensor, splits: Sequence[int], quantizers: Sequence[Any], **_: Any) -> list[Any]:
+def split_quantize(tensor: Tensor, splits: Sequence[int], quantizers: Sequence[Any], **_: Any) -> list[Any]:
     parts = tensor.split(list(splits))
     return [quantize(part.contiguous(), quantizer) for part, quantizer in zip(parts, quantizers, strict=True)]
 
@@ -391,7 +388,7 @@ def fused_multi_quantize(tensors: Tensors, outputs: Any, quantizers: Sequence[An
     return [quantize(*each) for each in zip(tensors, quantizers, outputs, strict=True)]
 
 
-def rowwise_swizzle(data: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+def rowwise_swizzle(data: Tensor, scale_inv: Tensor) -> Tensor:
     return scale_inv
 
 
@@ -402,14 +399,14 @@ def fused_amax_and_scale_update_after_reduction(*_: Any) -> None:
     """Leaves the scales of delayed scaling alone; see the module."""
 
 
-# ------------------------------------------------------------------------------------------- masters to quantized weights
+# ---------------------------------------------------------------------------------------- masters to quantized weights
 
 
-def compute_amax(tensor: torch.Tensor, amax: torch.Tensor) -> None:
+def compute_amax(tensor: Tensor, amax: Tensor) -> None:
     amax.fill_(_amax(tensor.float()))
 
 
-def _within(shard: torch.Tensor, height: int, width: int, start: int) -> torch.Tensor:
+def _within(shard: Tensor, height: int, width: int, start: int) -> Tensor:
     """A matrix that is zero but for *shard*, which lies at *start* of the flattened matrix."""
     whole = torch.zeros(height * width)
     whole[start : start + shard.numel()] = shard.reshape(-1).float()
@@ -417,27 +414,20 @@ def _within(shard: torch.Tensor, height: int, width: int, start: int) -> torch.T
 
 
 def fp8_block_scaling_compute_partial_amax(
-    shard: torch.Tensor, amax: torch.Tensor, height: int, width: int, start: int, block_len: int
+    shard: Tensor, amax: Tensor, height: int, width: int, start: int, block_len: int
 ) -> None:
     _write_grid(amax, _grid_amax(_within(shard, height, width, start), (block_len, block_len)))
 
 
 def fp8_block_scaling_partial_cast(
-    shard: torch.Tensor,
-    out: torch.Tensor,
-    scale: torch.Tensor,
-    height: int,
-    width: int,
-    start: int,
-    block_len: int,
-    dtype: Any,
+    shard: Tensor, out: Tensor, scale: Tensor, height: int, width: int, start: int, block_len: int, dtype: Any
 ) -> None:
     factors = _spread(scale, (block_len, block_len), (height, width)).reshape(-1)[start : start + shard.numel()]
     out.copy_(_to_bytes(shard.float() * factors, dtype))
 
 
 def mxfp8_scaling_compute_partial_amax(
-    shard: torch.Tensor, rowwise: torch.Tensor, columnwise: torch.Tensor, height: int, width: int, start: int
+    shard: Tensor, rowwise: Tensor, columnwise: Tensor, height: int, width: int, start: int
 ) -> None:
     matrix = _within(shard, height, width, start)
     _write_grid(rowwise, _grid_amax(matrix, (1, 32)))
@@ -445,11 +435,11 @@ def mxfp8_scaling_compute_partial_amax(
 
 
 def mxfp8_scaling_partial_cast(
-    shard: torch.Tensor,
-    rowwise: torch.Tensor,
-    columnwise: torch.Tensor,
-    rowwise_scale_inv: torch.Tensor,
-    columnwise_scale_inv: torch.Tensor,
+    shard: Tensor,
+    rowwise: Tensor,
+    columnwise: Tensor,
+    rowwise_scale_inv: Tensor,
+    columnwise_scale_inv: Tensor,
     height: int,
     width: int,
     start: int,
@@ -459,33 +449,15 @@ def mxfp8_scaling_partial_cast(
         out.copy_(_to_bytes(shard.float() * factors, DType.kFloat8E4M3))
 
 
-# ------------------------------------------------------------------------------------------------------- matrix products
+# ----------------------------------------------------------------------------------------------------- matrix products
 
 
 def generic_gemm(
-    a: Any,
-    transa: bool,
-    b: Any,
-    transb: bool,
-    out: torch.Tensor | None,
-    quantizer: Any,
-    out_dtype: Any,
-    bias: torch.Tensor | None,
-    bias_dtype: Any,
-    gelu: bool,
-    gelu_in: Any,
-    grad: bool,
-    workspace: Any,
-    workspace_size: int,
-    accumulate: bool,
-    use_split_accumulator: bool,
-    *,
-    comm_overlap: Any = None,
-    alpha: float = 1.0,
-    beta: float | None = None,
-    **_: Any,
-) -> tuple[Any, Any, None, None]:
+    a: Any, transa: bool, b: Any, transb: bool, out: Tensor | None, quantizer: Any, out_dtype: Any, bias: Tensor | None,
+    *settings: Any, comm_overlap: Any = None, alpha: float = 1.0, beta: float | None = None, **_: Any,
+) -> tuple[Any, Any, None, None]:  # fmt: skip
     """``op(b) @ op(a)``; with *grad*, the bias' gradient is the sum over the rows of *b*."""
+    _bias_dtype, gelu, _gelu_in, grad, _workspace, _workspace_size, accumulate, _split_accumulator = settings
     if gelu or comm_overlap is not None:
         raise NotImplementedError("no stand-in for a matrix product with gelu or with overlapped communication")
     left, right = _matrix(_values(b)), _matrix(_values(a))
@@ -505,141 +477,110 @@ def generic_gemm(
         return out.copy_(result.view(out.shape)), bias_grad, None, None
     if out_dtype is not None:
         result = result.to(_torch_dtype(out_dtype))
-    elif isinstance(b, torch.Tensor):
+    elif isinstance(b, Tensor):
         result = result.to(b.dtype)
     return (result if quantizer is None else quantize(result, quantizer)), bias_grad, None, None
 
 
 def te_general_grouped_gemm(
-    a: list[Any],
-    transa: bool,
-    b: list[Any],
-    transb: bool,
-    out: Tensors,
-    out_dtype: Any,
-    m_splits: list[int],
-    bias: Tensors,
-    bias_dtype: Any,
-    single_output: bool,
-    pre_gelu_out: Tensors,
-    grad: bool,
-    workspace: Any,
-    workspace_size: int,
-    accumulate: bool,
-    use_split_accumulator: bool,
-    *_: Any,
-) -> Tensors:
+    a: list[Any], transa: bool, b: list[Any], transb: bool, out: Tensors, out_dtype: Any, m_splits: list[int],
+    bias: Tensors, bias_dtype: Any, single_output: bool, pre_gelu_out: Tensors, grad: bool, *settings: Any,
+) -> Tensors:  # fmt: skip
+    workspace, workspace_size, accumulate, split_accumulator, *_ = settings
+    common = (bias_dtype, False, None, grad, workspace, workspace_size, accumulate, split_accumulator)
     outputs = list(out[0].split(list(m_splits))) if single_output else out
-    for index, (one_a, one_b, one_out) in enumerate(zip(a, b, outputs, strict=True)):
-        product = generic_gemm(
-            one_a, transa, one_b, transb, one_out, None, out_dtype, bias[index], bias_dtype, False, None, grad,
-            None, 0, accumulate, use_split_accumulator,
-        )  # fmt: skip
+    for one_a, one_b, one_out, one_bias in zip(a, b, outputs, bias, strict=True):
+        product = generic_gemm(one_a, transa, one_b, transb, one_out, None, out_dtype, one_bias, *common)
         if product[1] is not None:
-            bias[index].copy_(product[1])
+            one_bias.copy_(product[1])
     return bias
 
 
-def fused_multi_row_padding(
-    source: torch.Tensor, out: torch.Tensor, splits: Sequence[int], padded: Sequence[int]
-) -> None:
+def fused_multi_row_padding(source: Tensor, out: Tensor, splits: Sequence[int], padded: Sequence[int]) -> None:
     out.zero_()
     for rows, room in zip(source.split(list(splits)), out.split(list(padded)), strict=True):
         room[: len(rows)] = rows
 
 
-def fused_multi_row_unpadding(
-    source: torch.Tensor, out: torch.Tensor, padded: Sequence[int], splits: Sequence[int]
-) -> None:
+def fused_multi_row_unpadding(source: Tensor, out: Tensor, padded: Sequence[int], splits: Sequence[int]) -> None:
     for room, rows in zip(source.split(list(padded)), out.split(list(splits)), strict=True):
         rows.copy_(room[: len(rows)])
 
 
-# ----------------------------------------------------------------------------------------------------------------- norms
+# --------------------------------------------------------------------------------------------------------------- norms
 
 
-def _finish_norm(result: torch.Tensor, out: Any, quantizer: Any, dtype: Any) -> Any:
+def _finish_norm(result: Tensor, out: Any, quantizer: Any, dtype: Any) -> Any:
     result = result.to(_torch_dtype(dtype))
     if quantizer is not None:
         return quantize(result, quantizer, out)
     return result if out is None else out.copy_(result)
 
 
-def _gamma(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
+def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
     return weight.detach().float() + (1.0 if zero_centered else 0.0)
 
 
 def layernorm_fwd(
-    source: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
+    source: Tensor,
+    weight: Tensor,
+    bias: Tensor,
     eps: float,
     out: Any,
     quantizer: Any,
     dtype: Any,
     sm_margin: int,
-    zero_centered_gamma: bool,
-) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    zero_centered: bool,
+) -> tuple[Any, Tensor, Tensor]:
     values = source.detach().float()
     mean = values.mean(-1)
     rsigma = (values.var(-1, correction=0) + eps).rsqrt()
     normed = (values - mean[..., None]) * rsigma[..., None]
-    result = normed * _gamma(weight, zero_centered_gamma) + bias.detach().float()
+    result = normed * _gamma(weight, zero_centered) + bias.detach().float()
     return _finish_norm(result, out, quantizer, dtype), mean, rsigma
 
 
 def rmsnorm_fwd(
-    source: torch.Tensor,
-    weight: torch.Tensor,
+    source: Tensor,
+    weight: Tensor,
     eps: float,
     out: Any,
     quantizer: Any,
     dtype: Any,
     sm_margin: int,
-    zero_centered_gamma: bool,
-) -> tuple[Any, None, torch.Tensor]:
+    zero_centered: bool,
+) -> tuple[Any, None, Tensor]:
     values = source.detach().float()
     rsigma = (values.square().mean(-1) + eps).rsqrt()
-    result = values * rsigma[..., None] * _gamma(weight, zero_centered_gamma)
+    result = values * rsigma[..., None] * _gamma(weight, zero_centered)
     return _finish_norm(result, out, quantizer, dtype), None, rsigma
 
 
 def layernorm_bwd(
-    grad: torch.Tensor,
-    source: torch.Tensor,
-    mean: torch.Tensor,
-    rsigma: torch.Tensor,
-    weight: torch.Tensor,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: Tensor, source: Tensor, mean: Tensor, rsigma: Tensor, weight: Tensor, sm_margin: int, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     grad32 = grad.detach().float().view(source.shape)
     normed = (source.detach().float() - mean[..., None]) * rsigma[..., None]
-    inner = grad32 * _gamma(weight, zero_centered_gamma)
+    inner = grad32 * _gamma(weight, zero_centered)
     along = inner - inner.mean(-1, keepdim=True) - normed * (inner * normed).mean(-1, keepdim=True)
     dgamma, dbeta = _matrix(grad32 * normed).sum(0), _matrix(grad32).sum(0)
     return (along * rsigma[..., None]).to(source.dtype), dgamma.to(weight.dtype), dbeta.to(weight.dtype)
 
 
 def rmsnorm_bwd(
-    grad: torch.Tensor,
-    source: torch.Tensor,
-    rsigma: torch.Tensor,
-    weight: torch.Tensor,
-    sm_margin: int,
-    zero_centered_gamma: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    grad: Tensor, source: Tensor, rsigma: Tensor, weight: Tensor, sm_margin: int, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
     grad32 = grad.detach().float().view(source.shape)
     normed = source.detach().float() * rsigma[..., None]
-    inner = grad32 * _gamma(weight, zero_centered_gamma)
+    inner = grad32 * _gamma(weight, zero_centered)
     along = inner - normed * (inner * normed).mean(-1, keepdim=True)
     return (along * rsigma[..., None]).to(source.dtype), _matrix(grad32 * normed).sum(0).to(weight.dtype)
 
 
-# ---------------------------------------------------------------------------------------------- lists of tensors at once
+# -------------------------------------------------------------------------------------------- lists of tensors at once
 
 
-def multi_tensor_scale(chunk: int, overflow: torch.Tensor, lists: list[Tensors], scale: Any) -> None:
+def multi_tensor_scale(chunk: int, overflow: Tensor, lists: list[Tensors], scale: Any) -> None:
     for source, target in zip(*lists, strict=True):
         scaled = source.float() * scale
         if not scaled.isfinite().all():
@@ -651,15 +592,15 @@ multi_tensor_scale_tensor = multi_tensor_scale
 
 
 def multi_tensor_l2norm(
-    chunk: int, overflow: torch.Tensor, lists: list[Tensors], per_tensor: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+    chunk: int, overflow: Tensor, lists: list[Tensors], per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
     norms = torch.stack([tensor.float().norm() for tensor in lists[0]])
     return norms.norm().view(1), norms if per_tensor else torch.empty(0)
 
 
 def multi_tensor_unscale_l2norm(
-    chunk: int, overflow: torch.Tensor, lists: list[Tensors], inv_scale: Any, per_tensor: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+    chunk: int, overflow: Tensor, lists: list[Tensors], inv_scale: Any, per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
     norms, each = multi_tensor_l2norm(chunk, overflow, lists, per_tensor)
     return norms * inv_scale, each * inv_scale
 
@@ -677,9 +618,7 @@ def multi_tensor_compute_scale_inv_e8m0(chunk: int, overflow: Any, lists: list[T
         scale_inv.copy_(_e8m0(amax))
 
 
-def _adam(
-    master: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, *settings: Any
-) -> torch.Tensor:
+def _adam(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *settings: Any) -> Tensor:
     """Updates both moments in place; returns *master* (fp32) after the step."""
     lr, beta1, beta2, eps, step, decoupled, bias_correction, weight_decay = settings
     grad = grad.float()
@@ -697,7 +636,7 @@ def _adam(
     return master - lr * update
 
 
-def multi_tensor_adam(chunk: int, overflow: torch.Tensor, lists: list[Tensors], *settings: Any) -> None:
+def multi_tensor_adam(chunk: int, overflow: Tensor, lists: list[Tensors], *settings: Any) -> None:
     """Lists: gradients, parameters, first and second moments, and masters if they are held apart."""
     for grad, parameter, exp_avg, exp_avg_sq, *master in zip(*lists, strict=True):
         before = master[0] if master else parameter.float()
@@ -729,17 +668,17 @@ def multi_tensor_adam_fp8(chunk: int, overflow: Any, lists: list[Tensors], *sett
         data.copy_(_to_bytes(master * scale.view(()), dtype))
 
 
-# ------------------------------------------------------------------------------------------ releases 1.x; facts and figures
+# ------------------------------------------------------------------------------------- releases 1.x; facts and figures
 
 
 def fused_cast_transpose_noop(
-    source: torch.Tensor,
-    noop: torch.Tensor,
-    scale: torch.Tensor,
-    amax: torch.Tensor,
-    scale_inv: torch.Tensor,
-    out: torch.Tensor,
-    transposed: torch.Tensor,
+    source: Tensor,
+    noop: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    scale_inv: Tensor,
+    out: Tensor,
+    transposed: Tensor,
     dtype: Any,
     *,
     scale_offset: int = 0,
@@ -755,11 +694,11 @@ def fused_cast_transpose_noop(
     transposed.copy_(out.t())
 
 
-def fp8_transpose_noalloc(data: torch.Tensor, out: torch.Tensor, dtype: Any) -> None:
+def fp8_transpose_noalloc(data: Tensor, out: Tensor, dtype: Any) -> None:
     fp8_transpose(data, dtype, out=out)
 
 
-def fp8_transpose_noalloc_noop(data: torch.Tensor, out: torch.Tensor, noop: torch.Tensor, dtype: Any) -> None:
+def fp8_transpose_noalloc_noop(data: Tensor, out: Tensor, noop: Tensor, dtype: Any) -> None:
     if not noop.item():
         fp8_transpose(data, dtype, out=out)
 
@@ -768,33 +707,20 @@ def _register_1x_operators() -> Any:
     """The operators by which 1.x casts tensors. Its forward pass needs dozens more, which have no stand-in."""
 
     def cast_to_fp8_noalloc_ts(
-        source: torch.Tensor,
-        scale: torch.Tensor,
-        out: torch.Tensor,
-        amax: torch.Tensor,
-        scale_inv: torch.Tensor,
-        index: int,
-        dtype: int,
-    ) -> torch.Tensor:
+        source: Tensor, scale: Tensor, out: Tensor, amax: Tensor, scale_inv: Tensor, index: int, dtype: int
+    ) -> Tensor:
         values = source.float()
         amax.view(-1)[index] = torch.maximum(amax.view(-1)[index], _amax(values))
         scale_inv[index] = scale[index].reciprocal()
         return out.copy_(_to_bytes(values * scale[index], dtype).view(out.shape))
 
     def cast_to_fp8_ts(
-        source: torch.Tensor,
-        scale: torch.Tensor,
-        amax: torch.Tensor,
-        scale_inv: torch.Tensor,
-        index: int,
-        dtype: int,
-    ) -> torch.Tensor:
+        source: Tensor, scale: Tensor, amax: Tensor, scale_inv: Tensor, index: int, dtype: int
+    ) -> Tensor:
         out = torch.empty_like(source, dtype=torch.uint8)
         return cast_to_fp8_noalloc_ts(source, scale, out, amax, scale_inv, index, dtype)
 
-    def cast_from_fp8_ts(
-        source: torch.Tensor, scale_inv: torch.Tensor, index: int, source_dtype: int, dtype: int
-    ) -> torch.Tensor:
+    def cast_from_fp8_ts(source: Tensor, scale_inv: Tensor, index: int, source_dtype: int, dtype: int) -> Tensor:
         return (_from_bytes(source, source_dtype) * scale_inv[index]).to(_torch_dtype(dtype))
 
     library = torch.library.Library("tex_ts", "DEF")
