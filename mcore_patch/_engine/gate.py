@@ -83,8 +83,20 @@ def decide(
     """
     if package is None and versions.stated is None:
         return Decision(versions, reason=Reason.RELEASE_ABSENT, detail="megatron-core was not found")
-    gated = [target for target in targets if target.checked is None]
-    found = {target.id: find_target(package, target.module, target.qualname) for target in gated}
+    return judge(find_targets(package, targets), versions, targets, lines)
+
+
+def find_targets(package: Directory | None, targets: Sequence[Target]) -> dict[str, Found]:
+    """Read every target of megatron-core in `package`; by id."""
+    gated = (target for target in targets if target.checked is None)
+    return {target.id: find_target(package, target.module, target.qualname) for target in gated}
+
+
+def judge(
+    found: Mapping[str, Found], versions: Versions, targets: Sequence[Target], lines: Sequence[ReleaseLine]
+) -> Decision:
+    """Judge what was found in one copy of megatron-core."""
+    gated = [target for target in targets if target.id in found]
     line, reason, detail = _choose_line(found, versions, lines)
     notes = tuple(note for note in (versions.disagreement, _line_note(line, versions)) if note)
     if line is None:

@@ -75,4 +75,6 @@ def _narrow_dtype(module: torch.nn.Module) -> torch.dtype | None:
 
 
 def _is_itself(tensor: Any, parameter: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.Tensor) and is_plain(tensor) and is_plain(parameter) and same_memory(tensor, parameter)
+    return (
+        isinstance(tensor, torch.Tensor) and is_plain(tensor) and is_plain(parameter) and same_memory(tensor, parameter)
+    )

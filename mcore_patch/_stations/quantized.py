@@ -57,12 +57,12 @@ def explained(quantized: torch.Tensor, held: torch.Tensor, source: torch.Tensor,
     """Whether only quantization can be the difference between ``source`` and the values ``held``.
 
     ``held`` is (a part of) ``values(quantized)``, ``source`` of its shape, device and fp32, ``widest`` the
-    :func:`largest` of all of ``values(quantized)``. Each element has to be
-    within half a step of the fp8 grid at ``held``, plus 2**-8 of the source, which covers the rounding to bf16 that some
-    releases do before they quantize. With one scale for the tensor the step follows from it; with a scale per block
-    (MXFP8, blockwise) the step is taken to be the widest there can be. A value beyond the largest that a stale delayed
-    scale can hold may be saturated. Another tensor, a permutation or a change of every element by 1 % exceeds this
-    somewhere; a change below the step is invisible in the parameter itself.
+    :func:`largest` of all of ``values(quantized)``. Each element has to be within half a step of the fp8 grid at
+    ``held``, plus 2**-8 of the source, which covers the rounding to bf16 that some releases do before they quantize.
+    With one scale for the tensor the step follows from it; with a scale per block (MXFP8, blockwise) the step is taken
+    to be the widest there can be. A value beyond the largest that a stale delayed scale can hold may be saturated.
+    Another tensor, a permutation or a change of every element by 1 % exceeds this somewhere; a change below the step
+    is invisible in the parameter itself.
     """
     scale_inv = getattr(quantized, "_scale_inv", None)
     half_step = _HALF_STEP_E5M2 if "E5M2" in str(getattr(quantized, "_fp8_dtype", "")) else _HALF_STEP_E4M3

@@ -5,28 +5,65 @@ Every fix names the release that needs it, and does nothing for the others.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import inspect
+import sys
 from typing import Any
 
+import torch.distributed._shard.sharded_tensor as sharded_tensor
 import torch.distributed.checkpoint.filesystem as filesystem
 from packaging.version import Version
 
+from mcore_patch._engine.source import find_package
+from mcore_patch._engine.versions import read_versions, release_of
 from mcore_patch.testing.adam import FusedAdam
+from mcore_patch.testing.apex import stand_in_for_apex, transformer_engine_importable
 
 
 def stand_in_for_era() -> None:
-    """Makes megatron-core 0.10 and later save, load and step with a torch of today and without transformer-engine.
+    """Makes megatron-core save, load and step with a torch of today, without apex and without transformer-engine.
 
     Call it after ``stand_in_for_cuda()`` and before ``megatron`` is imported elsewhere: it imports megatron-core.
     Calling it again does nothing.
     """
+    _stand_in_for_unconditional_imports()
     _stand_in_for_write_item()
+    _stand_in_for_save_plan()
     _stand_in_for_moe_layers()
     _stand_in_for_quantization()
     _stand_in_for_version()
     _stand_in_for_fused_adam()
+
+
+def _stand_in_for_unconditional_imports() -> None:
+    """0.6 and 0.7 import apex and transformer-engine without asking, and a module that torch 2.5 has moved."""
+    release = release_of(read_versions(find_package()).stated)
+    if release is None or release >= (0, 8) or "megatron.core" in sys.modules:
+        return
+    sys.modules.setdefault("torch.distributed._sharded_tensor", sharded_tensor)
+    stand_in_for_apex()
+    with transformer_engine_importable():
+        import megatron.core.models.gpt.gpt_layer_specs
+        import megatron.core.optimizer  # noqa: F401
+
+
+def _stand_in_for_save_plan() -> None:
+    """0.6 to 0.8 plan the writing of objects on ranks other than the first; torch does it itself since 2.4."""
+    import megatron.core.dist_checkpointing.strategies.torch as strategies
+
+    original: Any = strategies.MCoreSavePlanner.create_local_plan
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def create_local_plan(self: Any) -> Any:
+        plan = original(self)
+        items = list({item.index: item for item in plan.items}.values())
+        return plan if len(items) == len(plan.items) else dataclasses.replace(plan, items=items)
+
+    strategies.MCoreSavePlanner.create_local_plan = create_local_plan
 
 
 def _stand_in_for_write_item() -> None:

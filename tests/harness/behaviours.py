@@ -19,7 +19,16 @@ from megatron.core import dist_checkpointing
 
 from . import masters as measure
 from . import pipeline as p
-from .models import Chunks, bare_chunks, build_optimizer, fill, initialize_parallel, parameters_of, wrap_ddp, wrap_float16
+from .models import (
+    Chunks,
+    bare_chunks,
+    build_optimizer,
+    fill,
+    initialize_parallel,
+    parameters_of,
+    wrap_ddp,
+    wrap_float16,
+)
 from .scenario import Scenario
 
 

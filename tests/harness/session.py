@@ -110,6 +110,10 @@ class Session:
             probes=[probed for _, _, probed in ranks],
         )
 
+    def behave(self, name: str, scenario: Scenario, *args: Any) -> list[Any]:
+        """The function *name* of ``behaviours`` on the ranks of *scenario*, with its checkpoint; answers by rank."""
+        return self.call(scenario.world_size, _behave, name, scenario, self.checkpoint(scenario), *args)
+
     def _start(self) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         # megatron's fused functions would be compiled for nothing: the figures do not depend on it.
@@ -158,3 +162,9 @@ def _run(scenario: Scenario, mode: Mode, folder: Path, probe: Callable[..., Any]
     from . import pipeline
 
     return pipeline.run(scenario, mode, folder, probe)
+
+
+def _behave(name: str, *args: Any) -> Any:
+    from . import behaviours
+
+    return getattr(behaviours, name)(*args)

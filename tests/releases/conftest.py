@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
 from harness import Result, Scenario, Session, release, unavailable
 from harness.scenario import Mode
 

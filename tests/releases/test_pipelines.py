@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
-
 from harness import Scenario, Session
 
 DIST = Scenario()
@@ -14,80 +10,66 @@ TORCH = Scenario(fmt="torch")
 IN_PLACE_FIRST = Scenario(order="weights-first", then="nothing")
 
 
-def call(session: Session, name: str, scenario: Scenario, *args: Any) -> list[Any]:
-    """A function of ``harness.behaviours`` on the ranks of ``scenario``."""
-    return session.call(scenario.world_size, _named, name, scenario, session.checkpoint(scenario), *args)
-
-
-def _named(name: str, *args: Any) -> Any:
-    from harness import behaviours
-
-    function: Callable[..., Any] = getattr(behaviours, name)
-    return function(*args)
-
-
 @pytest.mark.parametrize("scenario", [DIST, TORCH], ids=str)
 def test_a_second_reload_keeps_the_checkpoints_values(session: Session, scenario: Scenario) -> None:
-    assert call(session, "reload_twice", scenario) == [[0, 0]] * 2
+    assert session.behave("reload_twice", scenario) == [[0, 0]] * 2
 
 
 def test_a_reload_after_training_has_begun_is_stocks(session: Session) -> None:
-    assert call(session, "reload_after_forward", DIST) == [0, 0]
+    assert session.behave("reload_after_forward", DIST) == [0, 0]
 
 
 @pytest.mark.parametrize("second", ["float32", "bfloat16"])
 def test_a_second_load_replaces_what_the_first_left(session: Session, second: str) -> None:
     other = Scenario(fmt="torch", disk=second)
-    answers = call(session, "second_load", DIST, other, session.checkpoint(other))
+    answers = session.behave("second_load", DIST, other, session.checkpoint(other))
     assert all(answer["second"] == 0 for answer in answers)
     assert all((answer["model"] == 0) == (second == "bfloat16") for answer in answers)
     assert (answers[0]["first"] == 0) == (second == "float32"), "both checkpoints have the same fp32 values"
 
 
 def test_a_second_optimizer_over_the_same_model_gets_the_checkpoints_values(session: Session) -> None:
-    assert call(session, "two_optimizers", IN_PLACE_FIRST) == [[0, 0]] * 2
+    assert session.behave("two_optimizers", IN_PLACE_FIRST) == [[0, 0]] * 2
 
 
 @pytest.mark.parametrize("end", ["reload", "forward", "load", "death"])
 @pytest.mark.parametrize("scenario", [DIST, TORCH], ids=str)
 def test_no_loaded_tensor_outlives_its_use(session: Session, scenario: Scenario, end: str) -> None:
-    for remembered, after in call(session, "lifetime", scenario, end):
+    for remembered, after in session.behave("lifetime", scenario, end):
         assert remembered > 0, "nothing was remembered: the test proves nothing"
         assert after == 0
 
 
 def test_a_load_that_loses_nothing_is_not_remembered(session: Session) -> None:
     lossless = Scenario(disk="bfloat16")
-    assert call(session, "remembered_after_load", lossless) == [0, 0]
-    assert all(count > 0 for count in call(session, "remembered_after_load", DIST))
+    assert session.behave("remembered_after_load", lossless) == [0, 0]
+    assert all(count > 0 for count in session.behave("remembered_after_load", DIST))
 
 
-@pytest.mark.parametrize(
-    "scenario", [DIST, Scenario(save="parallel", load="parallel"), IN_PLACE_FIRST], ids=str
-)
+@pytest.mark.parametrize("scenario", [DIST, Scenario(save="parallel", load="parallel"), IN_PLACE_FIRST], ids=str)
 def test_no_collective_is_added(session: Session, scenario: Scenario) -> None:
-    stock, patched = (call(session, "collectives", scenario, patched) for patched in (False, True))
+    stock, patched = (session.behave("collectives", scenario, patched) for patched in (False, True))
     assert any(stock[0].values()), "no collective was counted: the test proves nothing"
     assert patched == stock
 
 
 def test_frozen_parameters_are_not_looked_at(session: Session) -> None:
-    assert call(session, "frozen", TORCH) == [(0, 0)] * 2
+    assert session.behave("frozen", TORCH) == [(0, 0)] * 2
 
 
 @pytest.mark.parametrize("layout", ["flat", "model", "model_0", "module.", "prefix"])
 def test_a_state_dict_may_be_in_any_layout_that_upstream_accepts(session: Session, layout: str) -> None:
-    assert call(session, "layouts", TORCH, layout) == [0, 0]
+    assert session.behave("layouts", TORCH, layout) == [0, 0]
 
 
 @pytest.mark.parametrize("layout", ["model", "model_0", "module."])
 def test_a_state_dict_of_several_chunks_may_be_in_any_layout(session: Session, layout: str) -> None:
     scenario = Scenario(fmt="torch", pp=2, vpp=2, dp=1)
-    assert call(session, "layouts", scenario, layout) == [0, 0]
+    assert session.behave("layouts", scenario, layout) == [0, 0]
 
 
 def test_a_state_dict_that_does_not_fit_is_one_error_that_names_names_and_shapes(session: Session) -> None:
-    for answer in call(session, "mismatch", TORCH):
+    for answer in session.behave("mismatch", TORCH):
         missing, misshapen, text = answer.split("|")
         assert missing in text
         assert misshapen in text
@@ -101,7 +83,7 @@ BAD_STATE_DICTS = ["extra", "missing", "shape", "meta", "non-contiguous", "non-f
 @pytest.mark.parametrize("what", BAD_CHECKPOINTS + BAD_STATE_DICTS)
 def test_bad_input_does_what_it_does_in_stock(session: Session, what: str) -> None:
     scenario = DIST if what in BAD_CHECKPOINTS else TORCH
-    stock, patched = (call(session, "bad_input", scenario, what, patched) for patched in (False, True))
+    stock, patched = (session.behave("bad_input", scenario, what, patched) for patched in (False, True))
     if what in ("missing", "non-contiguous", "non-finite"):
         assert [answer[:200] for answer, _ in patched] == [answer[:200] for answer, _ in stock]
     else:
@@ -110,19 +92,19 @@ def test_bad_input_does_what_it_does_in_stock(session: Session, what: str) -> No
 
 
 def test_non_finite_values_of_the_checkpoint_reach_the_masters(session: Session) -> None:
-    assert call(session, "non_finite", TORCH) == [0, 0]
+    assert session.behave("non_finite", TORCH) == [0, 0]
 
 
 def test_reverting_gives_stock_back(session: Session) -> None:
-    assert all(differing > 0 for differing in call(session, "reverted", DIST))
+    assert all(differing > 0 for differing in session.behave("reverted", DIST))
 
 
 def test_one_line_on_the_first_rank_says_where_masters_came_from(session: Session) -> None:
-    first, second = call(session, "log_lines", DIST)
+    first, second = session.behave("log_lines", DIST)
     assert [level for level, _ in first] == ["INFO"]
     assert [level for level, _ in second] == ["DEBUG"]
     assert "from the checkpoint" in first[0][1]
 
 
 def test_the_callers_sharded_tensors_are_as_they_were(session: Session) -> None:
-    assert call(session, "template_is_untouched", DIST) == [True, True]
+    assert session.behave("template_is_untouched", DIST) == [True, True]

@@ -15,7 +15,7 @@ LOSSLESS = {(torch.float32, torch.float64), (torch.float16, torch.float32), (tor
 LOSSLESS |= {(torch.float16, torch.float64), (torch.bfloat16, torch.float64)} | {(dtype, dtype) for dtype in DTYPES}
 
 
-@pytest.mark.parametrize(("disk", "parameter"), list(itertools.product(DTYPES, DTYPES)), ids=str)
+@pytest.mark.parametrize("disk, parameter", list(itertools.product(DTYPES, DTYPES)), ids=str)
 def test_a_pair_of_dtypes_loses_unless_the_second_holds_every_value_of_the_first(
     disk: torch.dtype, parameter: torch.dtype
 ) -> None:
