@@ -33,7 +33,7 @@ from mcore_patch._engine.versions import Versions, read_versions
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 FACTS, TABLE = DOCS / "survey.json", DOCS / "survey.md"
 PYTHONS = ("3.12", "3.11", "3.10")
-YANKED = ("0.18.1", "0.19.1")  # the index serves them, but does not list them
+YANKED = ("0.18.1", "0.19.1")
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,14 @@ def _key(name: str) -> tuple[Version, str]:
 
 
 def versions_on_index() -> list[str]:
-    """Every version that pip can install on one of the Pythons, and the yanked ones; oldest first."""
-    found = set(YANKED)
+    """Every version that has a wheel for one of the Pythons; oldest first.
+
+    From what pip says when it is asked for one that does not exist: `pip index versions` lists source archives too.
+    """
+    found: set[str] = set(YANKED)
     for python in PYTHONS:
-        command = ["index", "versions", "megatron-core", "--pre", "--python-version", python]
-        listed = re.search(r"Available versions: (.*)", _pip(*command).stdout)
+        with tempfile.TemporaryDirectory() as folder:
+            listed = re.search(r"from versions: ([^)]*)", _download("0.dev0", python, folder))
         found.update(listed[1].split(", ") if listed else ())
     return sorted(found, key=Version)
 
@@ -166,20 +169,21 @@ def spread(versions: Iterable[str], count: int) -> list[str]:
     return sorted(chosen, key=Version)
 
 
-def download(version: str, folder: Path) -> Path:
+def download(version: str, folder: str) -> Path:
     """The wheel of a version. Raises FileNotFoundError where there is none for any of the Pythons."""
-    said = ""
     for python in PYTHONS:
-        options = ["--no-deps", "--no-cache-dir", "--only-binary", ":all:", "--python-version", python]
-        said = _pip("download", *options, "-d", str(folder), f"megatron-core=={version}").stderr
-        wheel = next(folder.glob("*.whl"), None)
+        said = _download(version, python, folder)
+        wheel = next(Path(folder).glob("*.whl"), None)
         if wheel is not None:
             return wheel
-    raise FileNotFoundError(f"megatron-core {version}: no wheel for Python {', '.join(PYTHONS)}: {said[-300:]}")
+    raise FileNotFoundError(f"megatron-core {version}: no wheel for Python {', '.join(PYTHONS)}; {said[-100:].strip()}")
 
 
-def _pip(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, timeout=300)
+def _download(version: str, python: str, folder: str) -> str:
+    """Ask pip for the wheel of a version; return what it says on standard error."""
+    options = ["--no-deps", "--no-cache-dir", "--only-binary", ":all:", "--python-version", python, "-d", folder]
+    command = [sys.executable, "-m", "pip", "download", *options, f"megatron-core=={version}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300).stderr
 
 
 def main() -> int:
@@ -199,7 +203,7 @@ def main() -> int:
             continue
         with tempfile.TemporaryDirectory() as folder:
             try:
-                survey.add(version, download(version, Path(folder)))
+                survey.add(version, download(version, folder))
             except FileNotFoundError as error:
                 failed += 1
                 print(error, file=sys.stderr)

@@ -1,6 +1,6 @@
 """Shows what the megatron-core and the Transformer Engine on the path do to the masters of fp8 parameters.
 
-``python -m tests.standins --ranks 1 2 --recipes tensorwise delayed`` prints a line for each case; mcore_patch has no
+``python -m standins --ranks 1 2 --recipes tensorwise delayed`` prints a line for each case; mcore_patch has no
 part in it. Cases: B, a state dict and ``reload_model_params()``; C, the same with ``state_dict=``; E, weights before
 the optimizer; T, a ``torch_dist`` checkpoint; D, the losses of three steps, with the masters of case B and with the
 right ones.
@@ -27,14 +27,14 @@ def main() -> None:
     parser.add_argument("--main-params", choices=["float32", "float16"], default="float32")
     arguments = parser.parse_args()
 
-    from tests.standins.install import stand_in_for_transformer_engine
+    from standins.install import stand_in_for_transformer_engine
 
     stand_in_for_transformer_engine()
     import torch
 
     from mcore_patch.testing import run_ranks
-    from tests.standins import fp8_cases
-    from tests.standins.fp8_model import Options
+    from standins import fp8_cases
+    from standins.fp8_model import Options
 
     # What megatron says to every user (GPTModel is deprecated, ...) says nothing about a case.
     logging.getLogger("megatron").setLevel(logging.ERROR)

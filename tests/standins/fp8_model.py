@@ -1,6 +1,6 @@
 """A small GPT with fp8 parameters, for whatever megatron-core and Transformer Engine are on the path.
 
-Import it after :func:`tests.standins.install.stand_in_for_transformer_engine`, but never at the top of a ``__main__``:
+Import it after :func:`standins.install.stand_in_for_transformer_engine`, but never at the top of a ``__main__``:
 a process that saves a ``torch_dist`` checkpoint spawns another one, which imports ``__main__`` again, without the
 stand-ins.
 
@@ -328,9 +328,14 @@ def differing(
 
 
 def set_masters(pipeline: Pipeline, state: dict[str, torch.Tensor]) -> None:
-    """Writes *state* into the masters, which must be held as fp32: what to train from without the defect."""
+    """Writes *state* into the masters: what to train from without the defect.
+
+    ValueError where the masters are not held as fp32.
+    """
     for master in masters(pipeline):
         master.values.copy_(master.part_of(state[master.name]))
+    if differing(pipeline, lambda name, _: state[name]).differing:
+        raise ValueError("these masters cannot be set by hand: they are remainders, or scaled fp16")
 
 
 def train_step(pipeline: Pipeline) -> float:
