@@ -55,9 +55,8 @@ def main() -> None:
             rounds, repeats = (1, 2) if options.quick else (5, 5)
             rows += _loading(name, shape, disk, rounds, repeats)
 
-    print(
-        f"\nmegatron-core {metadata.version('megatron-core')}, torch {metadata.version('torch')}, 1 rank on the CPU; CPU time\n"
-    )
+    versions = f"megatron-core {metadata.version('megatron-core')}, torch {metadata.version('torch')}"
+    print(f"\n{versions}; 1 rank; CPU time, but for memory\n")
     print(HEAD)
     for row in rows:
         print(row)
@@ -71,43 +70,51 @@ def _imports(rounds: int) -> Iterator[Row]:
 
 
 def _matching(counts: list[int], stock_up_to: int) -> Iterator[Row]:
-    """Upstream's and ours; beyond *stock_up_to* upstream's is left out, and the goal (100 times) not judged."""
+    """Upstream's and ours; beyond *stock_up_to* names upstream's is left out."""
     for count in counts:
-        print(f"matching {count:,} names", flush=True)
-        seconds: dict[Way, float | None] = {
-            "stock": in_fresh_process("stock", "match", count, False, 1) if count <= stock_up_to else None,
-            "patched": in_fresh_process("stock", "match", count, True, 5),
-        }
-        stock, patched = (_times(seconds[way], 1e3) for way in WAYS)
+        print(f"match {count:,} names", flush=True)
+        stock = in_fresh_process("stock", "match", count, False, 1) if count <= stock_up_to else None
+        patched = in_fresh_process("stock", "match", count, True, 5)
+        size = f"{count:,}"
         goal = 0.01 if count == 31_000 and stock is not None else None
-        yield Row("match names", f"{count:,}", stock, patched, "ms", goal)
-        yield Row(
-            "match names, per name", f"{count:,}", *(_times(each, 1e3 / count) for each in (stock, patched)), "us"
-        )
+        yield Row("match names", size, _times(stock, 1e3), _times(patched, 1e3), "ms", goal)
+        yield Row("match names, per name", size, _times(stock, 1e6 / count), _times(patched, 1e6 / count), "us")
 
 
 def _loading(name: str, shape: tuple[int, int, int], disk: str, rounds: int, repeats: int) -> Iterator[Row]:
-    """Load, reload and step, *rounds* processes each way, medians of medians; memory: the largest."""
+    """Load, reload and step: *rounds* processes each way, medians over them of their medians."""
     what = f"{disk} -> bfloat16"
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         print(f"load, reload, step: {what}, {name}", flush=True)
         in_fresh_process("stock", "write", shape, disk, Path(folder))
         measured = in_turn(rounds, "measure", shape, Path(folder), repeats)
 
-    def row(title: str, value: Callable[[Measured], float], unit: str, goal: float | None = None) -> Row:
-        stock, patched = (statistics.median(value(each) for each in measured[way]) for way in WAYS)
+    def median(way: Way, value: Callable[[Measured], float | None]) -> float | None:
+        known = [each for each in map(value, measured[way]) if each is not None]
+        return statistics.median(known) if known else None
+
+    def row(
+        title: str,
+        value: Callable[[Measured], float | None],
+        unit: str,
+        factor: float,
+        goal: float | None = None,
+        moved: dict[Way, int] | None = None,
+    ) -> Row:
+        stock, patched = (_times(median(way, value), factor / (moved[way] if moved else 1)) for way in WAYS)
         return Row(f"{title}, {what}", name, stock, patched, unit, goal)
 
     lossless = disk == "bfloat16"
-    yield row("load", lambda each: 1e3 * each.load, "ms", 1.0 if lossless else None)
-    yield row("load, memory", lambda each: each.peak / 1e6, "MB")
-    reload = row("reload", lambda each: 1e3 * each.reload, "ms")
-    yield reload
-    moved = STOCK_RELOAD_BYTES, STOCK_RELOAD_BYTES if lossless else PATCHED_RELOAD_BYTES
     masters = measured["stock"][0].masters
-    per_byte = (_times(t, 1e6 / masters / n) for t, n in zip((reload.stock, reload.patched), moved, strict=True))
-    yield Row(f"reload per byte, {what}", name, *per_byte, "ns/B", 1.1)
-    yield row("optimizer step", lambda each: 1e3 * each.step, "ms", 1.0)
+    moved: dict[Way, int] = {
+        "stock": masters * STOCK_RELOAD_BYTES,
+        "patched": masters * (STOCK_RELOAD_BYTES if lossless else PATCHED_RELOAD_BYTES),
+    }
+    yield row("load", lambda each: each.load, "ms", 1e3, 1.0 if lossless else None)
+    yield row("load, memory", lambda each: each.peak, "MB", 1e-6)
+    yield row("reload", lambda each: each.reload, "ms", 1e3)
+    yield row("reload per byte", lambda each: each.reload, "ns/B", 1e9, 1.1, moved)
+    yield row("optimizer step", lambda each: each.step, "ms", 1e3, 1.0)
 
 
 def _times(value: float | None, factor: float) -> float | None:

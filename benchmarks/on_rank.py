@@ -77,13 +77,12 @@ def _tiny_module(parameters: int, per_layer: int = 500) -> torch.nn.Module:
         module.register_parameter("linear_fc1_weight", torch.nn.Parameter(torch.zeros(1)))
         return module
 
-    root = torch.nn.Module()
-    root.decoder = torch.nn.ModuleDict({"layers": torch.nn.ModuleList()})
+    layers = torch.nn.ModuleList()
     while parameters > 0:
         experts = torch.nn.ModuleList(expert() for _ in range(min(parameters, per_layer)))
-        root.decoder["layers"].append(torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"local_experts": experts})}))
+        layers.append(torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"local_experts": experts})}))
         parameters -= per_layer
-    return root
+    return torch.nn.ModuleDict({"decoder": torch.nn.ModuleDict({"layers": layers})})
 
 
 def _peak_of(work: Callable[[], object]) -> int | None:

@@ -40,6 +40,16 @@ _TABLE = (
         ),
     ),
     Target(
+        id="module_apply",
+        module="torch.nn.modules.module",
+        qualname="Module._apply",
+        why="A cast of subclass parameters swaps them, which torch refuses while a weak reference to one exists.",
+        url="https://docs.pytorch.org/docs/stable/generated/torch.utils.swap_tensors.html",
+        until="torch swaps tensors that have weak references",
+        after="torch",
+        checked=Checked(signatures=("(self, fn, recurse=)",)),
+    ),
+    Target(
         id="dist_load",
         module=f"{_CHECKPOINTING}.serialization",
         qualname="load",

@@ -27,13 +27,26 @@ def _module_load_state_dict(original: Function, _line: ReleaseLine) -> Function:
 
 
 def _module_leaf_load(original: Function, _line: ReleaseLine) -> Function:
-    from mcore_patch._stations.modules import leaf_loaded
+    from mcore_patch._stations.modules import about_to_load_leaf, leaf_loaded
 
     def load_from_state_dict(self: Any, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
+        about_to_load_leaf(self)
         original(self, state_dict, prefix, *args, **kwargs)
         leaf_loaded(self, state_dict, prefix)
 
     return load_from_state_dict
+
+
+def _module_apply(original: Function, _line: ReleaseLine) -> Function:
+    from mcore_patch._stations.remember import memory
+
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if memory.empty:
+            return original(self, *args, **kwargs)
+        with memory.let_go(self.parameters()):
+            return original(self, *args, **kwargs)
+
+    return apply
 
 
 def _dist_load(original: Function, _line: ReleaseLine) -> Function:
@@ -171,6 +184,7 @@ def _reload(original: Function, line: ReleaseLine) -> Function:
 WRAPPERS: dict[str, Callable[[Function, ReleaseLine], Function]] = {
     "module_load_state_dict": _module_load_state_dict,
     "module_leaf_load": _module_leaf_load,
+    "module_apply": _module_apply,
     "dist_load": _dist_load,
     "torch_dist_load": _torch_dist_load,
     "fully_parallel_load": _fully_parallel_load,

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from mcore_patch import __version__
 
-from . import demo
+from . import demo, doctor, inspect_checkpoint, run
 
 
 class Command(Protocol):
@@ -30,6 +30,9 @@ class Command(Protocol):
 
 COMMANDS: dict[str, Command] = {
     "demo": demo,
+    "doctor": doctor,
+    "inspect": inspect_checkpoint,
+    "run": run,
 }
 
 

@@ -110,7 +110,7 @@ def _write_one(
 ) -> None:
     parameter = master.parameter
     source, settled, exact = memory.source(parameter), memory.settled(parameter), memory.exact(parameter)
-    disk, reason = exact, "no load of it was seen"
+    disk, reason = None if exact is None else exact.dtype, "no load of it was seen"
     chosen, origin = None, ""
     if source is not None:
         disk, reason = source.dtype, "" if checked else _objection(parameter, source) or ""
@@ -122,12 +122,12 @@ def _write_one(
         if held is not None and _explains(held, master):
             chosen, origin = held, "kept: it held the checkpoint's value"
     elif exact is not None:
-        reason = f"{dtype_name(exact)} on disk loses nothing in {dtype_name(parameter.dtype)}"
+        reason = f"{dtype_name(exact.dtype)} on disk loses nothing in {dtype_name(parameter.dtype)}"
 
     memory.forget(parameter)
     if chosen is not None and disk is not None:
         changed = _fill(master, chosen)
-        memory.settle(parameter, Settled(weakref.ref(optimizer), master.start, master.stop, disk))
+        memory.settle(parameter, Settled(weakref.ref(optimizer), master.start, master.stop, name, disk))
         _record(master, name, event, "checkpoint", origin, disk, changed)
         return
     refreshed = None

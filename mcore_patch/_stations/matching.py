@@ -58,7 +58,7 @@ def match(optimizer: Any, state_dict: Any, normalizers: Iterable[str] = ()) -> l
         more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
         raise StateDictMismatchError(
             f"reload_model_params(state_dict=...): {len(wrong)} of {len(wrong) + len(matched)} parameters have no "
-            f"tensor of their shape: {'; '.join(wrong[:_SHOWN])}{more}. Pass the model's state dict of this rank (flat, "
+            f"tensor of their shape: {'; '.join(wrong[:_SHOWN])}{more}. Pass the model's state dict of this rank (flat "
             "or under 'model', 'model0'..), or call reload_model_params() without it to use the loaded parameters."
         )
     return matched

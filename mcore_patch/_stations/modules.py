@@ -46,6 +46,14 @@ def loading(root: torch.nn.Module) -> Iterator[None]:
         _state.loading, _state.will_be = outer
 
 
+def about_to_load_leaf(module: torch.nn.Module) -> None:
+    """A module's own parameters are going to be loaded, which under torch's flag swaps them (see ``let_go``)."""
+    if _state.loading and torch.__future__.get_swap_module_params_on_conversion():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                memory.forget(parameter)
+
+
 def leaf_loaded(module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
     """A module's own parameters have been loaded from ``state_dict[prefix + name]``."""
     if not _state.loading:

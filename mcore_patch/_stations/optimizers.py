@@ -96,7 +96,7 @@ def _distributed_masters(optimizer: Any) -> Iterator[Master | Unreachable]:
 
 def _distributed_owned(optimizer: Any) -> Iterator[torch.nn.Parameter]:
     for buffer in getattr(optimizer, "buffers", ()):
-        yield from buffer.params
+        yield from buffer.param_to_bucket  # `params` has come in 0.9
 
 
 def _hybrid_master(

@@ -8,6 +8,8 @@ first forward pass of a module that holds the parameter (a model that only ever 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,7 @@ class Source:
     """The checkpoint's tensor for a parameter: the parameter's shape, the dtype on disk, on any device."""
 
     tensor: torch.Tensor
+    name: str
     origin: str
     version: int
 
@@ -50,6 +53,15 @@ class Settled:
     optimizer: weakref.ref[Any]
     start: int
     stop: int
+    name: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Exact:
+    """The last load of a parameter lost nothing: ``dtype`` on disk."""
+
+    name: str
     dtype: torch.dtype
 
 
@@ -59,8 +71,7 @@ class Memory:
     def __init__(self) -> None:
         self._sources: ByIdentity[Source] = ByIdentity()
         self._settled: ByIdentity[Settled] = ByIdentity()
-        self._exact: ByIdentity[torch.dtype] = ByIdentity()
-        self._names: ByIdentity[str] = ByIdentity()
+        self._exact: ByIdentity[Exact] = ByIdentity()
         self._originals: ByIdentity[torch.Tensor] = ByIdentity()
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._hook: RemovableHandle | None = None
@@ -88,14 +99,13 @@ class Memory:
         assert tensor is not None
         if not can_be_compared(parameter) or tensor.shape != parameter.shape:
             return
-        self._names[parameter] = name
         if not is_plain(tensor):
             if quantized.is_quantized(tensor):  # the values are gone, and those of an earlier load no longer hold
                 self.forget(parameter)
             return
         if not loses_in(tensor.dtype, parameter, will_be):
             self.forget(parameter)
-            self._exact[parameter] = tensor.dtype
+            self._exact[parameter] = Exact(name, tensor.dtype)
             self._watch()
             return
         value = tensor.detach()
@@ -103,7 +113,7 @@ class Memory:
             # The parameter's own memory would follow every later edit of the parameter, so it could not be checked.
             value = value.clone()
         self.forget(parameter)
-        self._sources[parameter] = Source(value, origin, value._version)
+        self._sources[parameter] = Source(value, name, origin, value._version)
         self._watch()
 
     def stands_for(self, tensor: torch.Tensor, original: torch.Tensor) -> None:
@@ -124,13 +134,35 @@ class Memory:
         """The master that was written from the checkpoint for ``parameter``, if that still stands."""
         return self._settled.get(parameter)
 
-    def exact(self, parameter: torch.nn.Parameter) -> torch.dtype | None:
-        """The dtype on disk of the last load of ``parameter``, where that load lost nothing."""
+    def exact(self, parameter: torch.nn.Parameter) -> Exact | None:
+        """What the last load of ``parameter`` was, where it lost nothing."""
         return self._exact.get(parameter)
 
     def name(self, parameter: torch.nn.Parameter) -> str | None:
         """What the state dict of its last load called ``parameter``."""
-        return self._names.get(parameter)
+        known = self.source(parameter) or self.settled(parameter) or self.exact(parameter)
+        return known.name if known is not None else None
+
+    @contextmanager
+    def let_go(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+        """Hold no weak references to ``parameters`` for a while, and then know them again.
+
+        torch swaps the contents of subclass parameters when a module is cast or moved (``Module._apply``), and refuses
+        that where weak references to them exist. The objects stay the same, so what is known of them stays true.
+        """
+        known = [(each, self.source(each), self.settled(each), self.exact(each)) for each in parameters]
+        for parameter, *_ in known:
+            self.forget(parameter)
+        try:
+            yield
+        finally:
+            for parameter, source, settled, exact in known:
+                if source is not None:
+                    self._sources[parameter] = source
+                if settled is not None:
+                    self._settled[parameter] = settled
+                if exact is not None:
+                    self._exact[parameter] = exact
 
     def forget(self, parameter: torch.nn.Parameter) -> None:
         """Drop what the last load said of ``parameter``."""

@@ -11,8 +11,6 @@ from typing import Literal
 
 import torch
 
-from mcore_patch._stations.identity import ByIdentity
-
 logger = logging.getLogger("mcore_patch")
 
 SourceKind = Literal["checkpoint", "model", "optimizer state"]
@@ -54,11 +52,14 @@ def dtype_name(dtype: torch.dtype | None) -> str | None:
 
 
 class Reporter:
-    """Collects records; the latest one of each parameter is kept as long as the parameter lives."""
+    """Collects records and keeps the latest one of each parameter.
+
+    Parameters are told apart by their ``id``: a weak reference would keep torch from swapping them (see ``remember``).
+    """
 
     def __init__(self) -> None:
-        self._records: ByIdentity[MasterRecord] = ByIdentity()
-        self._open: list[tuple[torch.nn.Parameter, MasterRecord, torch.Tensor | None]] | None = None
+        self._records: dict[int, MasterRecord] = {}
+        self._open: list[tuple[int, MasterRecord, torch.Tensor | None]] | None = None
 
     @contextmanager
     def event(self) -> Iterator[None]:
@@ -76,26 +77,26 @@ class Reporter:
     def add(self, parameter: torch.nn.Parameter, record: MasterRecord, changed: torch.Tensor | None = None) -> None:
         """Record where a master came from; ``changed`` is a 0-d count, read only when the event ends (one sync)."""
         assert self._open is not None, "a record outside of an event"
-        self._open.append((parameter, record, changed))
+        self._open.append((id(parameter), record, changed))
 
     def records(self) -> tuple[MasterRecord, ...]:
-        """The latest record of every living parameter."""
-        return tuple(self._records)
+        """The latest record of every parameter."""
+        return tuple(self._records.values())
 
     def clear(self) -> None:
         """Drop all records."""
         self._records.clear()
 
-    def _close(self, collected: list[tuple[torch.nn.Parameter, MasterRecord, torch.Tensor | None]]) -> None:
+    def _close(self, collected: list[tuple[int, MasterRecord, torch.Tensor | None]]) -> None:
         if not collected:
             return
-        latest: ByIdentity[MasterRecord] = ByIdentity()
+        latest: dict[int, MasterRecord] = {}
         for parameter, record, changed in collected:
             if changed is not None:
                 record = replace(record, changed=int(changed))
             latest[parameter] = record
-            self._records[parameter] = record
-        records = list(latest)
+        self._records.update(latest)
+        records = list(latest.values())
         logger.log(logging.INFO if _first_rank() else logging.DEBUG, "%s", summary(records))
 
 

@@ -31,21 +31,24 @@ def stand_in_for_apex() -> None:
         return
     _module("apex")
     _module("apex.optimizers", FusedAdam=FusedAdam, FusedSGD=torch.optim.SGD)
+    _module("apex.normalization.fused_layer_norm", FusedLayerNormAffineFunction=_LayerNorm)
+    _module("apex.normalization")
     _module("apex.multi_tensor_apply", multi_tensor_applier=_multi_tensor_applier)
     _module("amp_C", multi_tensor_scale=_multi_tensor_scale, multi_tensor_l2norm=_multi_tensor_l2norm)
 
 
 @contextmanager
 def transformer_engine_importable() -> Iterator[None]:
-    """While megatron-core is being imported: a ``transformer_engine`` whose classes can be derived from, and no more.
+    """While megatron-core is being imported: a ``transformer_engine`` whose classes can be derived from, and a layer norm.
 
     It is gone afterwards, so that nobody who asks for transformer-engine later believes that it is there.
     """
     if "transformer_engine" in sys.modules or importlib.util.find_spec("transformer_engine") is not None:
         yield
         return
-    layers = ("Linear", "LayerNormLinear", "DotProductAttention", "LayerNorm", "RMSNorm")
-    pytorch = _module("transformer_engine.pytorch", **{name: type(name, (torch.nn.Module,), {}) for name in layers})
+    layers = ("Linear", "LayerNormLinear", "DotProductAttention", "RMSNorm")
+    bases = {name: type(name, (torch.nn.Module,), {}) for name in layers}
+    pytorch = _module("transformer_engine.pytorch", LayerNorm=_FinalNorm, **bases)
     recipe = _module("transformer_engine.common.recipe", DelayedScaling=type("DelayedScaling", (), {}))
     common = _module("transformer_engine.common", recipe=recipe)
     _module("transformer_engine.pytorch.distributed", checkpoint=_absent)
@@ -62,6 +65,28 @@ def transformer_engine_importable() -> Iterator[None]:
         importlib.metadata.version = version
         for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
             del sys.modules[name]
+
+
+class _LayerNorm:
+    """What 0.6 and 0.7 have instead of a layer norm of their own."""
+
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, weight: Any, bias: Any, shape: Any, eps: float) -> torch.Tensor:
+        """The signature is looked at; the call goes through ``apply``."""
+        raise NotImplementedError
+
+    @staticmethod
+    def apply(tensor: torch.Tensor, weight: Any, bias: Any, shape: Any, eps: float) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(tensor, tuple(shape), weight, bias, eps)
+
+
+class _FinalNorm(torch.nn.LayerNorm):
+    """transformer-engine's layer norm, which 0.6 and 0.7 take after the last layer whatever the layers' spec."""
+
+    def __init__(self, hidden_size: int, eps: float, sequence_parallel: bool = False, **_: Any) -> None:
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
 
 def _module(name: str, **attributes: Any) -> ModuleType:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
-
 from mcore_patch.compat import PAIRS, Pair
 from standins.install import stand_in_for_transformer_engine
 
@@ -46,12 +44,13 @@ class Runs:
         return self._cached(case, patched, ranks, tuple(sorted(options.items())))
 
     def _run(self, case: str, patched: bool, ranks: int, options: tuple[tuple[str, Any], ...]) -> list[Any]:
-        from mcore_patch.testing import run_ranks
         from standins import fp8_pipelines
+
+        from mcore_patch.testing import run_ranks
 
         return run_ranks(fp8_pipelines.run, ranks, case, patched, self._folder, dict(options), timeout=300)
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    yield Runs(tmp_path_factory.mktemp("fp8"))
+def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("fp8"))

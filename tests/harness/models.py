@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -99,9 +99,23 @@ def wrap_float16(chunks: Chunks) -> Chunks:
 
 
 def wrap_ddp(scenario: Scenario, chunks: Chunks) -> Chunks:
-    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=scenario.optimizer != "plain")
+    distributed = scenario.optimizer != "plain"
+    kwargs: dict[str, Any]
+    if "ddp_config" in inspect.signature(DistributedDataParallel.__init__).parameters:
+        from megatron.core.distributed import DistributedDataParallelConfig
+
+        kwargs = {"ddp_config": DistributedDataParallelConfig(use_distributed_optimizer=distributed)}
+    else:  # 0.6
+        kwargs = {
+            "use_distributed_optimizer": distributed,
+            "accumulate_allreduce_grads_in_fp32": False,
+            "overlap_grad_reduce": False,
+        }
+    if "data_parallel_group" in inspect.signature(DistributedDataParallel.__init__).parameters:  # 0.6, 0.7
+        kwargs["data_parallel_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        kwargs["expert_data_parallel_group"] = parallel_state.get_data_modulo_expert_parallel_group()
     return [
-        DistributedDataParallel(chunks[0].config, ddp_config, chunk, disable_bucketing=index > 0)
+        DistributedDataParallel(chunk.config, module=chunk, disable_bucketing=index > 0, **kwargs)
         for index, chunk in enumerate(chunks)
     ]
 

@@ -10,14 +10,6 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
-)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from . import masters as measure
@@ -71,10 +63,10 @@ def write(writer: Scenario, folder: Path) -> None:
     state = _keyed(chunks, _sharded_state)
     if optimizer is not None:
         state["optimizer"] = _optimizer_sharded_state(writer, trained, optimizer, is_loading=False)
-    strategy = get_default_save_sharded_strategy(writer.fmt)
+    # By name: 0.6 has no other way.
+    strategy: Any = (writer.fmt, 1)
     if writer.save == "parallel":
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        strategy = FullyParallelSaveStrategyWrapper(strategy, group)
+        strategy = fully_parallel_save(writer.fmt)
     dist_checkpointing.save(state, str(folder), strategy)
 
 
@@ -196,11 +188,25 @@ def _strategy(scenario: Scenario, folder: Path) -> Any:
         from megatron.core.dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
 
         return TensorStoreLoadShardedStrategy(load_directly_on_device=True)
-    strategy = get_default_load_sharded_strategy(str(folder))
-    if scenario.load == "parallel":
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        return FullyParallelLoadStrategyWrapper(strategy, group)
-    return strategy
+    return fully_parallel_load(folder) if scenario.load == "parallel" else None
+
+
+def fully_parallel_save(fmt: str) -> Any:
+    """A strategy that shares the writing of *fmt* between data-parallel ranks (0.7 and later)."""
+    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(fmt), group)
+
+
+def fully_parallel_load(folder: Path) -> Any:
+    """A strategy that shares the reading of the checkpoint between data-parallel ranks (0.7 and later)."""
+    from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), group)
 
 
 def _change(chunks: Chunks, truth: Truth) -> None:

@@ -82,6 +82,8 @@ def unavailable(scenario: Scenario, release: tuple[int, ...], mode: Mode = "stoc
         return "zarr or tensorstore is not installed"
     if scenario.fmt == "zarr" and scenario.load == "parallel" and scenario.disk != scenario.params:
         return "upstream broadcasts the disk's dtype into the parameters': gloo ends the process"
+    if "parallel" in (scenario.save, scenario.load) and release < (0, 7):
+        return "fully parallel saving and loading have come in 0.7"
     if scenario.optimizer.startswith("offload") and release < (0, 12):
         return "CPU offloading has come in 0.12"
     if scenario.sharding is not None:

@@ -65,7 +65,9 @@ def test_a_load_that_loses_nothing_replaces_one_that_lost(memory: Memory) -> Non
     memory.loaded(kept, torch.randn(4), "test", name="x")
     memory.loaded(kept, torch.zeros(4, dtype=torch.bfloat16), "test", name="x")
     assert memory.source(kept) is None
-    assert memory.exact(kept) is torch.bfloat16
+    exact = memory.exact(kept)
+    assert exact is not None
+    assert exact.dtype is torch.bfloat16
     assert len(memory) == 0
 
 
@@ -138,3 +140,29 @@ def test_clearing_takes_the_hook_away(memory: Memory) -> None:
     memory.clear()
     assert memory.empty
     assert hooks() == before
+
+
+def test_parameters_can_be_swapped_while_they_are_let_go_and_are_known_afterwards(memory: Memory) -> None:
+    kept, loaded = parameter(), torch.randn(4)
+    memory.loaded(kept, loaded, "test", name="x")
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(kept, parameter())
+    with memory.let_go([kept]):
+        torch.utils.swap_tensors(kept, parameter())
+    assert memory.source(kept) is not None
+
+
+@pytest.mark.usefixtures("_swapping")
+def test_a_module_can_be_cast_under_torchs_swapping_flag(memory: Memory) -> None:
+    model = torch.nn.Linear(4, 4)
+    memory.loaded(model.weight, torch.randn(4, 4, dtype=torch.float64), "test", name="x")
+    with memory.let_go(model.parameters()):
+        model.bfloat16()
+    assert memory.source(model.weight) is not None
+
+
+@pytest.fixture
+def _swapping() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)

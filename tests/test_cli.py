@@ -1,0 +1,131 @@
+"""The command line: the dispatcher, the demo's arguments and failures, and the demo on the release on the path."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import mcore_patch
+from mcore_patch import _cli
+from mcore_patch._cli import demo
+from mcore_patch._cli.demo_cases import Trained
+
+NEVER_ROUNDED = Trained(masters=8, differing=0, losses=(3.0, 2.0))
+
+
+def _has(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+needs_megatron = pytest.mark.skipif(
+    not all(map(_has, demo.NEEDED)), reason="needs megatron-core, torch and psutil: runs in the release environments"
+)
+
+
+def test_every_command_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        _cli.main(["--help"])
+    assert exited.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for name, command in _cli.COMMANDS.items():
+        assert name in said
+        assert (command.__doc__ or "?").splitlines()[0] in said
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        _cli.main(["--version"])
+    assert exited.value.code == 0
+    assert mcore_patch.__version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["no-such-command"], ["demo", "--steps", "1"], ["demo", "--steps", "many"], ["demo", "--ranks", "0"]],
+)
+def test_wrong_arguments_are_exit_code_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        _cli.main(argv)
+    assert exited.value.code == 2
+    assert "usage: mcore-patch" in capsys.readouterr().err
+
+
+def test_exit_code_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(options: argparse.Namespace) -> int:
+        return 100 + int(options.steps)
+
+    monkeypatch.setattr(demo, "run", run)
+    assert _cli.main(["demo", "--steps", "7"]) == 107
+
+
+@pytest.mark.parametrize("missing", list(demo.NEEDED))
+def test_demo_names_what_is_missing(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(demo, "_installed", lambda module: module != missing)
+    assert _cli.main(["demo", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr()
+    assert f"pip install 'mcore-patch[demo]' {demo.NEEDED[missing]}\n" in said.err
+    assert not said.out
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_line_imports_neither_torch_nor_megatron() -> None:
+    code = (
+        "import sys; from mcore_patch._cli import main\n"
+        "try: main(['demo', '--help'])\n"
+        "except SystemExit: print(sorted({'torch', 'megatron', 'matplotlib'} & set(sys.modules)))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    "stock, patched, expected",
+    [
+        (Trained(8, 7, (3.0, 2.5)), Trained(8, 0, (3.0, 2.0)), 0),
+        (Trained(8, 7, (3.0, 2.5)), Trained(8, 1, (3.0, 2.0)), 1),
+        (Trained(8, 7, (3.0, 2.5)), Trained(8, 0, (3.0, 2.0000000001)), 1),
+        (Trained(8, 7, (3.0, 2.5)), Trained(8, 0, (3.0, float("nan"))), 1),
+        (Trained(8, 0, (3.0, 2.5)), Trained(8, 0, (3.0, 2.0)), 1),
+        (Trained(8, 7, (3.0, 2.0)), Trained(8, 0, (3.0, 2.0)), 1),
+    ],
+    ids=[
+        "as promised",
+        "a master differs",
+        "a loss differs",
+        "a loss is NaN",
+        "stock kept masters",
+        "stock kept losses",
+    ],
+)
+def test_demo_judges_bit_for_bit(stock: Trained, patched: Trained, expected: int) -> None:
+    assert demo._judge(stock, patched, NEVER_ROUNDED) == expected
+
+
+def test_demo_says_that_a_picture_needs_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(demo, "_installed", lambda module: module != "matplotlib")
+    demo._draw(tmp_path / "picture.png", demo.CASES[0], {}, {})
+    assert "matplotlib" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@needs_megatron
+def test_demo_on_this_release(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mcore_patch", "demo", "--steps", "3", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=480)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"megatron-core {metadata.version('megatron-core')}" in done.stdout
+    pictures = [f"{case.name}.png" for case in demo.CASES] if _has("matplotlib") else []
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(pictures)
