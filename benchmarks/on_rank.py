@@ -62,7 +62,7 @@ def match(parameters: int, ours: bool, repeats: int) -> float | None:
     state = {name: parameter.detach() for name, parameter in chunk.named_parameters()}
     optimizer: Any = object.__new__(DistributedOptimizer)
     optimizer.model_chunks = [chunk]
-    optimizer.buffers = [SimpleNamespace(params=list(chunk.parameters()))]
+    optimizer.buffers = [SimpleNamespace(param_to_bucket=dict.fromkeys(chunk.parameters()))]
     if ours:
         return statistics.median(seconds(lambda: matching.match(optimizer, state)) for _ in range(repeats))
     theirs = getattr(optimizer, "_build_model_param_to_state_dict_param_map", None)

@@ -68,7 +68,9 @@ class ReleaseLine:
     """One megatron-core minor release: what was checked of every target in its releases.
 
     A target that is absent from `targets` is not needed in this line. `native` says in one sentence what
-    upstream does by itself.
+    upstream does by itself. `requires_python` is what the wheels say, or, where they say nothing, what they were
+    built for. `also_needs` are requirements that its releases import and do not declare, where today's
+    versions will not do.
     """
 
     name: str
@@ -77,6 +79,7 @@ class ReleaseLine:
     native: str
     quirks: Quirks
     targets: Mapping[str, Checked]
+    also_needs: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[int, ...]:

@@ -7,8 +7,8 @@ from ._schema import Checked, Quirks, ReleaseLine
 LINE = ReleaseLine(
     name="0.7",
     releases=("0.7.0",),
-    requires_python="",
-    native="Masters are built and reloaded from the parameters, which are 16-bit whatever the checkpoint holds.",
+    requires_python="<3.12",
+    native="Masters are built and reloaded from the parameters, which are 16-bit whatever is on disk.",
     quirks=Quirks(
         reload_accepts_state_dict=False,
         zarr=True,
@@ -116,4 +116,5 @@ LINE = ReleaseLine(
             },
         ),
     },
+    also_needs=("setuptools<70",),
 )

@@ -7,7 +7,7 @@ from ._schema import Checked, Quirks, ReleaseLine
 LINE = ReleaseLine(
     name="0.9",
     releases=("0.9.0",),
-    requires_python="",
+    requires_python="<3.12",
     native=(
         "Masters are built and reloaded from the parameters, which for quantized parameters means from "
         "values that were quantized, or a stale initial value."

@@ -130,7 +130,10 @@ def draft(name: str, releases: tuple[str, ...], python: str, checks: Checks, nea
         for fingerprint, versions in checked.fingerprints.items():
             lines.append(f'                "{fingerprint}": {_tuple(versions)},')
         lines += ["            },", "        ),"]
-    return "\n".join([*lines, "    },", ")", ""])
+    lines.append("    },")
+    if nearest is not None and nearest.also_needs:
+        lines.append(f"    also_needs={_tuple(nearest.also_needs)},")
+    return "\n".join([*lines, ")", ""])
 
 
 def _accepts_state_dict(checks: Checks) -> bool:

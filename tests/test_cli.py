@@ -14,7 +14,7 @@ import pytest
 import mcore_patch
 from mcore_patch import _cli
 from mcore_patch._cli import demo
-from mcore_patch._cli.demo_cases import Trained
+from mcore_patch._cli.demo_cases import CASES, Trained
 
 NEVER_ROUNDED = Trained(masters=8, differing=0, losses=(3.0, 2.0))
 
@@ -116,7 +116,7 @@ def test_demo_says_that_a_picture_needs_matplotlib(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(demo, "_installed", lambda module: module != "matplotlib")
-    demo._draw(tmp_path / "picture.png", demo.CASES[0], {}, {})
+    demo._draw(tmp_path / "picture.png", CASES[0], {}, {})
     assert "matplotlib" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
@@ -127,5 +127,5 @@ def test_demo_on_this_release(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=480)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"megatron-core {metadata.version('megatron-core')}" in done.stdout
-    pictures = [f"{case.name}.png" for case in demo.CASES] if _has("matplotlib") else []
+    pictures = [f"{case.name}.png" for case in CASES] if _has("matplotlib") else []
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(pictures)

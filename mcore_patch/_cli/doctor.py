@@ -168,8 +168,7 @@ def _static(path: Path | None, error: str | None = None) -> Findings:
         return Findings("static", None, None, None, "", (), (), text)
     versions = read_versions(package, installed=path is None)
     decision = decide(package, versions, list(TARGETS.values()), LINES)
-    if decision.reason is Reason.RELEASE_ABSENT:
-        error = decision.detail
+    absent = decision.reason is Reason.RELEASE_ABSENT
     return Findings(
         mode="static",
         megatron_core=_megatron(package, versions),
@@ -177,8 +176,8 @@ def _static(path: Path | None, error: str | None = None) -> Findings:
         reason=decision.reason.value if decision.reason else None,
         detail=decision.detail,
         notes=decision.notes,
-        targets=tuple(_judged(target_id, decision) for target_id in TARGETS),
-        error=error,
+        targets=() if absent else tuple(_judged(target_id, decision) for target_id in TARGETS),
+        error=error or (decision.detail if absent else None),
     )
 
 
@@ -209,6 +208,8 @@ def _live(modules: Iterable[str]) -> Findings:
         status = mcore_patch.apply()
         if not status.active:
             return _switched_off(_static(None))
+        if status.reason is Reason.RELEASE_ABSENT:
+            return replace(_static(None), mode="live")
         failures: dict[str, str] = {}
         for target in status.targets:
             module = TARGETS[target.id].module
@@ -227,7 +228,6 @@ def _live(modules: Iterable[str]) -> Findings:
         detail=status.detail,
         notes=status.notes,
         targets=tuple(_seen(target, failures.get(target.id)) for target in status.targets),
-        error=status.detail if status.reason is Reason.RELEASE_ABSENT else None,
     )
 
 
@@ -280,7 +280,7 @@ def _wrappers(target_id: str) -> tuple[str, ...]:
     held: Any = sys.modules.get(target.module)
     for name in target.qualname.split("."):
         held = vars(held).get(name) if held is not None else None
-    modules = []
+    modules: list[str] = []
     while held is not None and len(modules) < _DEEPEST:
         held = getattr(held, "__func__", held)
         scope = getattr(held, "__globals__", None) or {"__name__": type(held).__module__}
@@ -409,7 +409,7 @@ def _result(findings: Findings) -> str:
         return f"ERROR: {findings.error}"
     needed = [target for target in findings.targets if target.state != "not-needed"]
     problems = [target.id for target in needed if target.is_problem]
-    patched = "patched" if findings.mode == "live" else "would be patched"
+    patched = "are patched" if findings.mode == "live" else "would be patched"
     if problems:
         return f"NOT OK: {len(problems)} of {len(needed)} targets are not patched: {', '.join(problems)}"
-    return f"OK: all {len(needed)} targets that this release needs are {patched}."
+    return f"OK: all {len(needed)} targets that this release needs {patched}."

@@ -16,6 +16,7 @@ from mcore_patch._stations.parameters import chunks, differing, explains, same, 
 from mcore_patch._stations.remainders import split
 from mcore_patch._stations.remember import Settled, Source, memory
 from mcore_patch._stations.report import MasterRecord, SourceKind, dtype_name, reporter
+from mcore_patch._stations.verify import verified, wrote
 
 Kept = dict[int, torch.Tensor]
 
@@ -58,7 +59,8 @@ def write(optimizer: Any, event: str, kept: Kept, *, reloaded: bool) -> None:
 
     No collective; what is decided for a parameter depends only on data that all its data-parallel ranks hold.
     """
-    with standing_aside("writing masters from the checkpoint"), reporter.event(), torch.no_grad():
+    # Outermost, so that what verification finds is raised.
+    with verified(event), standing_aside("writing masters from the checkpoint"), reporter.event(), torch.no_grad():
         names = parameter_names(optimizer)
         masters = list(_masters(optimizer))
         aligned = _align_split(optimizer, masters)
@@ -127,6 +129,7 @@ def _write_one(
     memory.forget(parameter)
     if chosen is not None and disk is not None:
         changed = _fill(master, chosen)
+        wrote(name, master, chosen)
         memory.settle(parameter, Settled(weakref.ref(optimizer), master.start, master.stop, name, disk))
         _record(master, name, event, "checkpoint", origin, disk, changed)
         return
@@ -138,6 +141,7 @@ def _write_one(
         exactly = exact is not None or (master.split and not reloaded)
         if not (same(master.read(), _shard(master).float()) if exactly else _explains(master.read(), master)):
             refreshed = _fill(master, _shard(master))
+            wrote(name, master, _shard(master))
             reason += "; the master was from before the load"
     _record(master, name, event, "model", reason, disk, refreshed)
 

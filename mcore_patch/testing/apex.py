@@ -39,7 +39,7 @@ def stand_in_for_apex() -> None:
 
 @contextmanager
 def transformer_engine_importable() -> Iterator[None]:
-    """While megatron-core is being imported: a ``transformer_engine`` whose classes can be derived from, and a layer norm.
+    """While megatron-core is being imported: a ``transformer_engine`` with a layer norm, and classes to derive from.
 
     It is gone afterwards, so that nobody who asks for transformer-engine later believes that it is there.
     """

@@ -73,7 +73,8 @@ def script() -> ModuleType:
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.name)
 def test_a_line_is_written_as_the_script_writes_it(script: ModuleType, line: ReleaseLine) -> None:
-    path = Path(compat.__file__).with_name(f"v{line.name.replace('.', '_')}.py")
+    major, minor = line.key
+    path = Path(compat.__file__).with_name(f"v{major}_{minor:02}.py")
     written = script.draft(line.name, line.releases, line.requires_python, dict(line.targets), line)
     assert written[written.index("LINE = ") :] in path.read_text(encoding="utf-8")
 
