@@ -86,6 +86,18 @@ LINE = ReleaseLine(
                 "f993cdc732899676": ("0.16.0", "0.16.1"),
             },
         ),
+        "layer_wise_init": Checked(
+            signatures=("(self, optimizers, config, pg_collection=, init_state_fn_list=)",),
+            fingerprints={
+                "4c535d6f2f26776f": ("0.16.0", "0.16.1"),
+            },
+        ),
+        "layer_wise_load": Checked(
+            signatures=("(self, state_dict)",),
+            fingerprints={
+                "5a1dfa949b149edc": ("0.16.0", "0.16.1"),
+            },
+        ),
         "mixed_precision_reload": Checked(
             signatures=("(self, state_dict=)",),
             fingerprints={

@@ -93,6 +93,23 @@ LINE = ReleaseLine(
                 "f993cdc732899676": ("0.17.0", "0.17.1"),
             },
         ),
+        "layer_wise_init": Checked(
+            signatures=(
+                (
+                    "(self, optimizers, config, pg_collection=, init_state_fn_list=, model_chunks=, "
+                    "async_allgather=)"
+                ),
+            ),
+            fingerprints={
+                "b31318a08714e401": ("0.17.0", "0.17.1"),
+            },
+        ),
+        "layer_wise_load": Checked(
+            signatures=("(self, state_dict)",),
+            fingerprints={
+                "5a1dfa949b149edc": ("0.17.0", "0.17.1"),
+            },
+        ),
         "mixed_precision_reload": Checked(
             signatures=("(self, state_dict=)",),
             fingerprints={

@@ -89,6 +89,18 @@ LINE = ReleaseLine(
                 "f993cdc732899676": ("0.18.0", "0.18.2"),
             },
         ),
+        "layer_wise_init": Checked(
+            signatures=("(self, optimizers, config, pg_collection=, init_state_fn_list=, model_chunks=)",),
+            fingerprints={
+                "163cb0e011722e20": ("0.18.0", "0.18.2"),
+            },
+        ),
+        "layer_wise_load": Checked(
+            signatures=("(self, state_dict)",),
+            fingerprints={
+                "5a1dfa949b149edc": ("0.18.0", "0.18.2"),
+            },
+        ),
         "mixed_precision_reload": Checked(
             signatures=("(self, state_dict=)",),
             fingerprints={

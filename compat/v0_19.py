@@ -92,6 +92,18 @@ LINE = ReleaseLine(
                 "f993cdc732899676": ("0.19.0", "0.19.2"),
             },
         ),
+        "layer_wise_init": Checked(
+            signatures=("(self, optimizers, config, pg_collection=, init_state_fn_list=, model_chunks=)",),
+            fingerprints={
+                "30dfd9124da0c8f1": ("0.19.0", "0.19.2"),
+            },
+        ),
+        "layer_wise_load": Checked(
+            signatures=("(self, state_dict)",),
+            fingerprints={
+                "5a1dfa949b149edc": ("0.19.0", "0.19.2"),
+            },
+        ),
         "mixed_precision_reload": Checked(
             signatures=("(self, state_dict=)",),
             fingerprints={

@@ -172,13 +172,35 @@ def _distributed_load_dp_zero(original: Function, _line: ReleaseLine) -> Functio
 
 
 def _reload(original: Function, line: ReleaseLine) -> Function:
-    from mcore_patch._stations import reload
+    from mcore_patch._stations import masters, reload
 
     def reload_model_params(self: Any, state_dict: Any = None) -> None:
         with reload.given(self, state_dict, line):
-            original(self)
+            reload.each(original, self, state_dict)
+            masters.release(self)
+            masters.leave(self, "reload_model_params")
 
     return reload_model_params
+
+
+def _layer_wise_init(original: Function, _line: ReleaseLine) -> Function:
+    from mcore_patch._stations import masters
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)  # builds optimizers that write their own masters
+        masters.release(self)
+
+    return init
+
+
+def _layer_wise_load(original: Function, _line: ReleaseLine) -> Function:
+    from mcore_patch._stations import masters
+
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        original(self, state_dict)
+        masters.release(self)
+
+    return load_state_dict
 
 
 WRAPPERS: dict[str, Callable[[Function, ReleaseLine], Function]] = {
@@ -197,6 +219,8 @@ WRAPPERS: dict[str, Callable[[Function, ReleaseLine], Function]] = {
     "float16_optimizer_init": _optimizer_init,
     "float16_optimizer_copy": _optimizer_copy,
     "float16_optimizer_load": _float16_load,
+    "layer_wise_init": _layer_wise_init,
+    "layer_wise_load": _layer_wise_load,
     "mixed_precision_reload": _reload,
     "fp32_reload": _reload,
     "chained_reload": _reload,

@@ -91,10 +91,10 @@ def _show(case: Case, out: Path, ranks: int, steps: int) -> int:
     runs: dict[Run, Trained] = {}
     with tempfile.TemporaryDirectory(prefix="mcore-patch-demo-") as name, _environment():
         with _phase("write the checkpoint with megatron-core (torch_dist)"):
-            _on_ranks(1, "write", case, Path(name))
+            _on_ranks(1, False, "write", case, Path(name))
         for title, about in RUNS.items():
             with _phase(f"{title}: {about}, train {steps} steps"):
-                runs[title] = _on_ranks(ranks, "train", case, Path(name), title, steps)[0]
+                runs[title] = _on_ranks(ranks, title == "patched", "train", case, Path(name), title, steps)[0]
     differences = {title: _differences(trained, runs["never rounded"]) for title, trained in runs.items()}
     _print_table(runs, differences)
     _draw(out / f"{case.name}.png", case, runs, differences)
@@ -150,21 +150,21 @@ def _draw(file: Path, case: Case, runs: dict[Run, Trained], differences: dict[Ru
     print(f"Picture: {file}")
 
 
-def _on_ranks(ranks: int, step: str, *args: Any) -> list[Any]:
-    """What ``demo_ranks.<step>(*args)`` returns on each of *ranks* fresh processes."""
+def _on_ranks(ranks: int, patched: bool, step: str, *args: Any) -> list[Any]:
+    """What ``demo_ranks.<step>(*args)`` returns on each of *ranks* fresh processes (*patched*: in which apply() is on)."""
     from mcore_patch.testing import run_ranks
 
-    return run_ranks(_on_rank, ranks, step, args, start="spawn")
+    return run_ranks(_on_rank, ranks, patched, step, args, start="spawn")
 
 
-def _on_rank(step: str, args: tuple[Any, ...]) -> Any:
+def _on_rank(patched: bool, step: str, args: tuple[Any, ...]) -> Any:
     import logging
 
     from mcore_patch.testing import stand_in_for_cuda, stand_in_for_era
 
     # What megatron-core says about its own age, or about a missing GPU, says nothing about the demo.
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    if "patched" in args:
+    if patched:
         mcore_patch.apply()
     stand_in_for_cuda()
     stand_in_for_era()

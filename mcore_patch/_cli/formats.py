@@ -164,30 +164,28 @@ def _read_files(contents: Contents, files: list[Path], tell: Tell) -> None:
     tell(len(files), len(files))
 
 
-def _guarded(contents: Contents, path: Path, reader: Callable[[IO[bytes]], Unpickler | None]) -> None:
+def _guarded(contents: Contents, path: Path, reader: Callable[[IO[bytes], list[str]], None]) -> None:
     """Read one file; what is refused or broken is noted, and the next one is read."""
     name = path.name if path.parent == contents.path or path == contents.path else str(path.relative_to(contents.path))
+    refused: list[str] = []
     try:
         with path.open("rb") as file:
-            unpickler = reader(file)
+            reader(file, refused)
     # A pickle can make Python raise nearly anything, MemoryError and RecursionError included.
     except Exception as error:
         contents.refused.append(f"{name}: cannot be read: {type(error).__name__}: {error}")
-        return
-    if unpickler is not None:
-        contents.refused += [
-            f"{name}: refused {refused}: it is not a class that checkpoints are known to hold; it was neither "
-            "imported nor called, and what is in its objects is not counted"
-            for refused in unpickler.refused
-        ]
+    contents.refused += [
+        f"{name}: refused {each}: checkpoints are not known to hold it; it was neither imported nor called, and what "
+        "is in its objects is not counted"
+        for each in refused
+    ]
 
 
 # ------------------------------------------------------------------------------------- torch_dist, DCP
 
 
-def _read_metadata(file: IO[bytes], contents: Contents, tell: Tell) -> Unpickler:
-    unpickler = Unpickler(io.BufferedReader(_Told(file, tell), 1 << 20))
-    metadata = unpickler.load()
+def _read_metadata(file: IO[bytes], refused: list[str], *, contents: Contents, tell: Tell) -> None:
+    metadata = Unpickler(io.BufferedReader(_Told(file, tell), 1 << 20), refused).load()
     if name_of(metadata) != "torch.distributed.checkpoint.metadata.Metadata":
         raise ValueError(f"expected torch's Metadata, found {name_of(metadata) or type(metadata).__name__}")
     lengths = _lengths(metadata.attributes.get("storage_data"))
@@ -197,7 +195,6 @@ def _read_metadata(file: IO[bytes], contents: Contents, tell: Tell) -> Unpickler
             contents.entries.append(_tensor_entry(key, dtype, shape_of(stored.attributes["size"])))
         else:
             contents.entries.append(_object_entry(key, lengths.get(key, 0)))
-    return unpickler
 
 
 def _dtype_of(properties: Made) -> str:
@@ -250,7 +247,7 @@ def _read_zarr(contents: Contents, tell: Tell) -> None:
     tell(len(folders), len(folders))
 
 
-def _read_zarray(file: IO[bytes], *, key: str, contents: Contents) -> None:
+def _read_zarray(file: IO[bytes], _refused: list[str], *, key: str, contents: Contents) -> None:
     described = json.load(file)
     dtype = _ZARR.get(str(described["dtype"]).lstrip("<>|="), str(described["dtype"]))
     contents.entries.append(_tensor_entry(key, dtype, shape_of(described["shape"])))
@@ -259,35 +256,31 @@ def _read_zarray(file: IO[bytes], *, key: str, contents: Contents) -> None:
 # ---------------------------------------------------------------------------------- torch, safetensors
 
 
-def _read_torch(file: IO[bytes], contents: Contents) -> Unpickler:
+def _read_torch(file: IO[bytes], refused: list[str], *, contents: Contents) -> None:
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             found = [name for name in archive.namelist() if name.rpartition("/")[2] == "data.pkl"]
             if not found:
                 raise ValueError(f"expected data.pkl, as torch.save writes it, found {archive.namelist()[:3]}")
             with archive.open(found[0]) as pickled:
-                unpickler = Unpickler(pickled)
-                tree = unpickler.load()
+                tree = Unpickler(pickled, refused).load()
     else:
         file.seek(0)
-        unpickler = Unpickler(file)
-        tree = unpickler.load()
+        tree = Unpickler(file, refused).load()
         if tree == _LEGACY_MAGIC:  # torch.save before 1.6: magic number, protocol, system, then the object
             for _ in range(3):
-                unpickler = Unpickler(file)
-                tree = unpickler.load()
+                tree = Unpickler(file, refused).load()
     seen: set[tuple[Any, ...]] = set()
     for path, tensor in tensors_in(tree):
         if tensor.place not in seen:  # a tied tensor has two names and one place
             seen.add(tensor.place)
             contents.entries.append(_tensor_entry(".".join(path), tensor.dtype, tensor.shape))
-    return unpickler
 
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 
 
-def _read_safetensors(file: IO[bytes], contents: Contents) -> None:
+def _read_safetensors(file: IO[bytes], _refused: list[str], *, contents: Contents) -> None:
     size = file.seek(0, 2)
     file.seek(0)
     prefix = file.read(8)

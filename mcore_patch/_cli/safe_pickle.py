@@ -164,12 +164,12 @@ class Tensor:
 class Unpickler(pickle.Unpickler):
     """An unpickler that makes nothing but `Made` objects and Python's own literals and containers.
 
-    `refused` holds the names, `module.name`, that are not in `KNOWN`, in the order in which they were met.
+    To `refused` it adds the names, `module.name`, that it meets and that are not in `KNOWN`.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], refused: list[str]) -> None:
         super().__init__(file)
-        self.refused: dict[str, None] = {}
+        self._refused = refused
         self._made: dict[str, type[Made]] = {}
 
     def find_class(self, module: str, name: str) -> type[Made]:
@@ -177,7 +177,7 @@ class Unpickler(pickle.Unpickler):
         if full not in self._made:
             refused = name not in KNOWN.get(module, ())
             if refused:
-                self.refused[full] = None
+                self._refused.append(full)
             # New classes for every pickle: it may set attributes on what it names.
             self._made[full] = type("Made", (Made,), {"pickled_name": full, "refused": refused})
         return self._made[full]
@@ -199,7 +199,10 @@ def name_of(thing: Any) -> str:
 
 
 def tensors_in(tree: Any) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Every tensor in what was unpickled with its path: dict keys, list indices, attribute names."""
+    """Every tensor in what was unpickled with its path: dict keys, list indices, attribute names.
+
+    Raises ValueError where things lie in each other deeper than in any checkpoint.
+    """
     waiting: list[tuple[tuple[str, ...], Any]] = [((), tree)]
     seen: set[int] = set()
     while waiting:
@@ -210,8 +213,13 @@ def tensors_in(tree: Any) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         if tensor is not None:
             yield path, tensor
             continue
+        if len(path) > _DEEPEST:
+            raise ValueError(f"things in it lie more than {_DEEPEST} deep in each other")
         seen.add(id(thing))
         waiting += reversed([((*path, *step), inner) for step, inner in _inside(thing)])
+
+
+_DEEPEST = 1000
 
 
 def _inside(thing: Any) -> Iterator[tuple[tuple[str, ...], Any]]:

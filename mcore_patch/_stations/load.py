@@ -8,6 +8,7 @@ written into the original target, as the unpatched load would have done.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from mcore_patch._stations.parameters import CHECKPOINT_DTYPES, is_plain, loses
 from mcore_patch._stations.remember import memory
 
 ORIGIN = "dist_checkpointing.load"
+
+logger = logging.getLogger("mcore_patch")
 
 
 class _Load(threading.local):
@@ -79,11 +82,34 @@ def through_strategy(
         with standing_aside("loading at disk precision"):
             _load.widened = _widen(strategy, sharded_state_dict, checkpoint_dir, in_place=not own_targets)
         return _read(original, strategy, sharded_state_dict, checkpoint_dir, args, kwargs, delegates)
+    except Exception as error:
+        # Once more without us, where nothing has been exchanged between ranks nor replaced in the dict.
+        if not _load.widened or delegates or not own_targets or not _is_out_of_memory(error):
+            raise
+        logger.warning(
+            "mcore_patch: out of memory while loading %s at the precision on disk; loading it as megatron-core does by "
+            "itself. Masters will come from the model.",
+            checkpoint_dir,
+        )
+        _restore()
+        return original(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
     finally:
-        widened, _load.widened = _load.widened or {}, None
-        _load.has_widened = bool(widened)
-        for each in widened.values():
-            each.restore()
+        _load.has_widened = bool(_load.widened)
+        _restore()
+        _load.widened = None
+
+
+def _restore() -> None:
+    for each in (_load.widened or {}).values():
+        each.restore()
+    _load.widened = {}
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is one of memory, also where torch's checkpoint code has wrapped those of the ranks."""
+    failures = getattr(error, "failures", None)
+    causes = [cause for cause, _ in failures.values()] if isinstance(failures, dict) else [error]
+    return any(isinstance(cause, MemoryError | torch.cuda.OutOfMemoryError) for cause in causes)
 
 
 def _read(
@@ -109,7 +135,8 @@ def _widen(strategy: Any, sharded_state_dict: Any, checkpoint_dir: Any, *, in_pl
     candidates = [leaf for _, leaf in leaves(sharded_state_dict) if _may_lose(leaf)]
     if not candidates:
         return {}
-    on_disk = strategy.load_tensors_metadata(checkpoint_dir)
+    # The strategy that reads is asked: 0.7's FullyParallelLoadStrategyWrapper forgets to return its answer.
+    on_disk = getattr(strategy, "base_strategy", strategy).load_tensors_metadata(checkpoint_dir)
     widened: dict[int, _Widened] = {}
     try:
         for sharded in candidates:

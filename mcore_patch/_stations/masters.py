@@ -11,7 +11,7 @@ import torch
 from mcore_patch._stations import quantized
 from mcore_patch._stations.guard import standing_aside
 from mcore_patch._stations.identity import ByIdentity
-from mcore_patch._stations.optimizers import Master, Unreachable, holder_of, parameter_names
+from mcore_patch._stations.optimizers import Master, Unreachable, elsewhere, holder_of, parameter_names, strangers
 from mcore_patch._stations.parameters import chunks, differing, explains, same, values
 from mcore_patch._stations.remainders import split
 from mcore_patch._stations.remember import Settled, Source, memory
@@ -41,7 +41,7 @@ def keep_settled(optimizer: Any) -> Kept:
 def _held(settled: Settled, optimizer: Any, master: Master) -> torch.Tensor | None:
     owner = settled.optimizer()
     same_range = (settled.start, settled.stop) == (master.start, master.stop)
-    if owner is None or not same_range:
+    if owner is None or not same_range or (settled.check is not None and settled.check != _checksum(_shard(master))):
         return None
     if owner is not optimizer:
         others = (other for other in _reachable(owner) if other.parameter is master.parameter)
@@ -88,12 +88,33 @@ def _align_split(optimizer: Any, masters: list[Master | Unreachable]) -> ByIdent
     if any(isinstance(master, Master) and master.split for master in masters):
         for parameter in _owned(optimizer):
             source = memory.source(parameter)
-            if source is not None and parameter.dtype is torch.bfloat16 and _objection(parameter, source) is None:
+            if source is not None and parameter.dtype is torch.bfloat16 and _may_be_split(parameter, source):
                 flat, wanted = parameter.detach().view(-1), source.tensor.reshape(-1)
                 for a, b in chunks(0, flat.numel()):
                     flat[a:b].copy_(split(wanted[a:b].to(device=flat.device, dtype=torch.float32))[0])
                 aligned[parameter] = True
     return aligned
+
+
+def release(optimizer: Any) -> None:
+    """Forget what is remembered of parameters whose masters a layer-wise optimizer holds on other ranks only."""
+    with standing_aside("releasing what other ranks hold"):
+        for parameter in elsewhere(optimizer):
+            if memory.settled(parameter) is None:
+                memory.forget(parameter)
+
+
+def leave(optimizer: Any, event: str) -> None:
+    """Record the parameters of the optimizers in ``optimizer`` that we do not know and do not touch."""
+    with standing_aside("looking at optimizers that we do not know"), reporter.event():
+        unknown = strangers(optimizer)
+        names = parameter_names(optimizer) if unknown else {}
+        for stranger in unknown:
+            for group in getattr(stranger, "param_groups", ()):
+                for parameter in group["params"]:
+                    name = names.get(id(parameter)) or memory.name(parameter) or "?"
+                    left = Unreachable(parameter, type(stranger).__name__, "an optimizer that we do not know holds it")
+                    _record(left, name, event, "model", left.reason)
 
 
 def restored(optimizer: Any, event: str) -> None:
@@ -129,20 +150,20 @@ def _write_one(
     memory.forget(parameter)
     if chosen is not None and disk is not None:
         changed = _fill(master, chosen)
-        wrote(name, master, chosen)
-        memory.settle(parameter, Settled(weakref.ref(optimizer), master.start, master.stop, name, disk))
+        wrote(name, master, chosen if master.slack is None else master.read())
+        check = _checksum(_shard(master)) if master.split else None
+        memory.settle(parameter, Settled(weakref.ref(optimizer), master.start, master.stop, name, disk, check))
         _record(master, name, event, "checkpoint", origin, disk, changed)
         return
-    refreshed = None
     # What upstream builds the master of a quantized parameter from is its initial value, whatever was loaded since.
-    if not (reloaded and master.refreshed) or quantized.is_quantized(parameter):
-        # A remainder cannot be told to be old, but it means nothing where a load lost nothing, nor after a state dict
-        # that brought none: FusedAdam's entries are uninitialised memory then.
-        exactly = exact is not None or (master.split and not reloaded)
-        if not (same(master.read(), _shard(master).float()) if exactly else _explains(master.read(), master)):
-            refreshed = _fill(master, _shard(master))
-            wrote(name, master, _shard(master))
-            reason += "; the master was from before the load"
+    may_be_old = not (reloaded and master.refreshed) or quantized.is_quantized(parameter)
+    # A remainder cannot be told to be old, so only the parameter's value is sure to be new.
+    exactly = exact is not None or master.split
+    refreshed = None
+    if may_be_old and not (_is_value(master) if exactly else _explains(master.read(), master)):
+        refreshed = _fill(master, _shard(master))
+        wrote(name, master, _shard(master) if master.slack is None else master.read())
+        reason += "; the master was from before the load"
     _record(master, name, event, "model", reason, disk, refreshed)
 
 
@@ -166,8 +187,41 @@ def _shard(master: Master) -> torch.Tensor:
 
 
 def _explains(held: torch.Tensor, master: Master) -> bool:
-    """Whether storing ``held``, a value for ``master``, in the parameter would give what the parameter holds there."""
-    return master.split or explains(master.parameter, held, master.start, master.stop)
+    """Whether storing ``held``, a value for ``master``, in the parameter would give what the parameter holds there.
+
+    Where a master loses by the form it is held in, what it was before that.
+    """
+    if master.slack is None or quantized.is_quantized(master.parameter):
+        return master.split or explains(master.parameter, held, master.start, master.stop)
+    shard = _shard(master).float()
+    rounding = shard.abs() * (torch.finfo(master.parameter.dtype).eps / 2)
+    return bool(((held - shard).abs() <= master.slack() + rounding).all())
+
+
+def _checksum(shard: torch.Tensor) -> torch.Tensor:
+    """A 0-d checksum of the bits of a flat bf16 tensor, each weighted by its place."""
+    total = torch.zeros((), dtype=torch.int64, device=shard.device)
+    for a, b in chunks(0, shard.numel()):
+        total += (shard[a:b].view(torch.int16) * torch.arange(2 * a + 1, 2 * b, 2, device=shard.device)).sum()
+    return total
+
+
+def _is_value(master: Master) -> bool:
+    """Whether ``master`` holds the parameter's value, as well as it can."""
+    held, shard = master.read(), _shard(master).float()
+    return same(held, shard) if master.slack is None else bool(((held - shard).abs() <= master.slack()).all())
+
+
+def _may_be_split(parameter: torch.nn.Parameter, source: Source) -> bool:
+    """Whether ``parameter`` is what a load, or the split of an earlier write, made of ``source``."""
+    objection = _objection(parameter, source)
+    if objection != NO_LONGER:
+        return objection is None
+    flat, wanted = parameter.detach().view(-1), source.tensor.reshape(-1)
+    return all(
+        same(split(wanted[a:b].to(device=flat.device, dtype=torch.float32))[0], flat[a:b])
+        for a, b in chunks(0, flat.numel())
+    )
 
 
 def _fill(master: Master, source: torch.Tensor) -> torch.Tensor:

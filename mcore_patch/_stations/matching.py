@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from mcore_patch._stations.optimizers import holder_of, members, model_chunks, strip_module
+from mcore_patch._stations.parameters import explains
+from mcore_patch._stations.remember import memory
 
 _SHOWN = 5
 
@@ -32,11 +34,13 @@ def match(optimizer: Any, state_dict: Any, normalizers: Iterable[str] = ()) -> l
     ``state_dict`` may be flat, or hold ``model``, or ``model0``.., or ``model_0``.. as upstream accepts them; keys and
     names may have any number of ``module.`` prefixes. ``normalizers`` names static methods of the optimizer's class
     that rewrite a flat dict for a chunk in place (upstream's own, for grouped and fused weights); they get a copy.
+    A parameter that is in no chunk the optimizer knows of (a Float16OptimizerWithFloat16Params knows of none) goes by
+    the name that it had in the load which brought it.
 
     Raises :class:`StateDictMismatchError`, naming the first few parameters that are missing or of another shape.
     """
     found_chunks = model_chunks(optimizer)
-    owned = {id(parameter) for member in members(optimizer) for parameter in _steps(member)}
+    owned = {id(parameter): parameter for member in members(optimizer) for parameter in _steps(member)}
     matched: list[Match] = []
     wrong: list[str] = []
     for chunk, flat in zip(found_chunks, _per_chunk(state_dict, len(found_chunks)), strict=True):
@@ -47,6 +51,7 @@ def match(optimizer: Any, state_dict: Any, normalizers: Iterable[str] = ()) -> l
         if len(found) < len(wanted):
             found = _by_name(wanted, _normalized(optimizer, flat, chunk, normalizers))
         for name, parameter in wanted.items():
+            del owned[id(parameter)]
             tensor = found.get(name)
             if tensor is None:
                 wrong.append(f"{name}: {tuple(parameter.shape)} expected, not in the state dict")
@@ -54,6 +59,7 @@ def match(optimizer: Any, state_dict: Any, normalizers: Iterable[str] = ()) -> l
                 wrong.append(f"{name}: {tuple(parameter.shape)} expected, {tuple(tensor.shape)} found")
             else:
                 matched.append((name, parameter, tensor))
+    _match_by_last_load(owned.values(), state_dict, matched, wrong)
     if wrong:
         more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
         raise StateDictMismatchError(
@@ -87,6 +93,27 @@ def _per_chunk(state_dict: Any, count: int) -> list[Mapping[str, Any]]:
         )
     inner = state_dict.get("model")
     return [inner if isinstance(inner, Mapping) else state_dict] * count
+
+
+def _match_by_last_load(
+    parameters: Iterable[torch.nn.Parameter], state_dict: Any, matched: list[Match], wrong: list[str]
+) -> None:
+    """Add to ``matched`` and ``wrong`` what is in no chunk, by what the last load called it (``model0.decoder...``)."""
+    of_chunks = [value for key, value in state_dict.items() if key.startswith("model") and isinstance(value, Mapping)]
+    flats = [{strip_module(key): value for key, value in flat.items()} for flat in of_chunks or [state_dict]]
+    for parameter in parameters:
+        name = memory.name(parameter) or "?"
+        first, _, rest = name.partition(".")
+        bare = strip_module(rest if first.startswith("model") else name)
+        found = [flat[key] for flat in flats for key in (name, bare) if key in flat]
+        fitting = [tensor for tensor in found if tensor.shape == parameter.shape]
+        if not fitting:
+            known = "no load of it was seen, so its name is not known" if name == "?" else "not in the state dict"
+            wrong.append(f"{bare}: {tuple(parameter.shape)} expected, {known}")
+            continue
+        # Several chunks may use one name.
+        explaining = (tensor for tensor in fitting if explains(parameter, tensor.reshape(-1)))
+        matched.append((bare, parameter, next(explaining, fitting[0])))
 
 
 def _by_name(wanted: Mapping[str, torch.nn.Parameter], flat: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -22,7 +22,9 @@ class Master:
     ``write(begin, values)`` stores fp32 ``values`` (on the master's device) from element ``begin`` of the shard on;
     with ``in_one_piece`` only the whole shard can be written. ``refreshed`` says whether megatron-core itself gives
     the master the parameter's value in ``reload_model_params``; if not, it may predate the load. ``split`` says that
-    the parameter is a part of the master, so that neither can be told from the other by rounding.
+    the parameter is a part of the master, so that neither can be told from the other by rounding. ``slack()``, where
+    the master is held in a form that cannot hold every fp32 value, bounds how far each element of what is read is from
+    what was written.
     """
 
     parameter: torch.nn.Parameter
@@ -34,6 +36,7 @@ class Master:
     refreshed: bool = True
     in_one_piece: bool = False
     split: bool = False
+    slack: Callable[[], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,12 @@ def _in_tensors(
 
 def _distributed_masters(optimizer: Any) -> Iterator[Master | Unreachable]:
     inner = optimizer.optimizer
-    # The groups are absent on a stub optimizer (all parameters frozen) and under Megatron-FSDP.
+    if _is_under_fsdp(optimizer):
+        for parameter in (each for chunk in optimizer.model_chunks for each in chunk.parameters()):
+            if parameter.requires_grad:
+                yield Unreachable(parameter, "Megatron-FSDP", "Megatron-FSDP holds it in buffers of its own")
+        return
+    # The groups are absent on a stub optimizer (all parameters frozen).
     model_groups = getattr(optimizer, "model_float16_groups", ())
     shard_groups = getattr(optimizer, "shard_float16_groups", ())
     main_groups = getattr(optimizer, "shard_fp32_from_float16_groups", ())
@@ -92,6 +100,33 @@ def _distributed_masters(optimizer: Any) -> Iterator[Master | Unreachable]:
                 yield _fused_adam_master(inner, *place, stepped)
             else:
                 yield Unreachable(parameter, type(inner).__name__, "an inner optimizer that we do not know holds it")
+    fp32_groups = getattr(optimizer, "model_fp32_groups", ()), getattr(optimizer, "shard_fp32_groups", ())
+    for parameters, shards in zip(*fp32_groups, strict=True):
+        for parameter, shard in zip(parameters, shards, strict=True):
+            yield from _copies_of_fp32(optimizer, parameter, shard)
+
+
+def _copies_of_fp32(optimizer: Any, parameter: torch.nn.Parameter, shard: torch.Tensor) -> Iterator[Master]:
+    """An fp32 parameter is its own master, but two inner optimizers keep copies that must follow it.
+
+    HybridDeviceOptimizer steps its copy, and then overwrites the parameter. FusedAdam steps the parameter, but what
+    megatron-core saves for it is FusedAdam's copy.
+    """
+    inner = optimizer.optimizer
+    range_ = optimizer._get_model_param_range_map(parameter)["param"]
+    if hasattr(inner, "param_to_inner_param"):
+        stepped = inner.param_to_inner_param[shard]
+        if stepped is not shard:
+            held_by = type(inner).__name__
+            yield _in_tensors(parameter, range_.start, range_.end, held_by, stepped, refreshed=False)
+    elif hasattr(inner, "set_scaled_state") and "master_param" in inner.state.get(shard, {}):
+        yield _fused_adam_master(inner, parameter, range_.start, range_.end, shard)
+
+
+def _is_under_fsdp(optimizer: Any) -> bool:
+    """Whether Megatron-FSDP (custom FSDP up to 0.13) manages the weights of this distributed optimizer."""
+    config = getattr(optimizer, "ddp_config", None)
+    return bool(getattr(config, "use_megatron_fsdp", False) or getattr(config, "use_custom_fsdp", False))
 
 
 def _distributed_owned(optimizer: Any) -> Iterator[torch.nn.Parameter]:
@@ -114,7 +149,9 @@ def _hybrid_master(
     inner = hybrid.param_to_inner_param[stepped]
     if inner.dtype is not torch.float32:
         return Unreachable(parameter, type(hybrid).__name__, "it steps a 16-bit copy: there is no fp32 master")
-    copies = [inner] if main is None or main is inner else [inner, main]
+    # What is saved before the next step: another tensor than the one that is stepped, after a load.
+    saved = hybrid.state.get(stepped, {}).get("master_param")
+    copies = [inner, *(tensor for tensor in (main, saved) if tensor is not None and tensor is not inner)]
     return _in_tensors(parameter, start, stop, type(hybrid).__name__, *copies, refreshed=False)
 
 
@@ -122,6 +159,8 @@ def _fused_adam_master(adam: Any, parameter: torch.nn.Parameter, start: int, sto
     """Transformer Engine's FusedAdam keeps the master in its own state, which it makes at the first step.
 
     The forms: fp32; fp16 with a scale per tensor; with ``store_param_remainders`` a bf16 parameter plus 16 bits.
+    With a scale that takes the largest magnitude A of the shard to 32752, fp16 holds x with an error of at most
+    2**-11 abs(x), or, below A 2**-29, of 2**-40 A.
     """
     remainders = getattr(adam, "store_param_remainders", False) and shard.dtype is torch.bfloat16
     flat = shard.detach().view(-1)
@@ -134,6 +173,13 @@ def _fused_adam_master(adam: Any, parameter: torch.nn.Parameter, start: int, sto
             return join(flat, state["master_param"].view(-1))
         value: torch.Tensor = adam.get_unscaled_state(shard, "master_param")
         return value.detach().view(-1)
+
+    def slack() -> torch.Tensor:
+        held = read().abs()
+        if "master_param" not in adam.state.get(shard, {}):
+            return torch.zeros_like(held)
+        # Half the distance of neighbours in fp16, and what scaling in fp32 adds.
+        return torch.maximum(held * (2.0**-11 * (1 + 2.0**-9)), adam._scales[shard]["master_param"] * 2.0**-25)
 
     def write(begin: int, values: torch.Tensor) -> None:
         if not adam.state[shard]:
@@ -158,6 +204,7 @@ def _fused_adam_master(adam: Any, parameter: torch.nn.Parameter, start: int, sto
         refreshed=False,
         in_one_piece=not remainders,
         split=remainders,
+        slack=slack if adam.name_to_dtype_map["master_param"] is torch.float16 else None,
     )
 
 
@@ -174,6 +221,11 @@ def _float16_owned(optimizer: Any) -> Iterator[torch.nn.Parameter]:
         yield from group
 
 
+def _none(_optimizer: Any) -> Iterator[Any]:
+    """FP32Optimizer: the parameters are the masters."""
+    return iter(())
+
+
 HOLDERS = (
     Holder(
         "megatron.core.optimizer.distrib_optimizer",
@@ -187,6 +239,7 @@ HOLDERS = (
         _float16_masters,
         _float16_owned,
     ),
+    Holder("megatron.core.optimizer.optimizer", "FP32Optimizer", _none, _none),
 )
 
 
@@ -197,14 +250,35 @@ def holder_of(optimizer: object) -> Holder | None:
 
 def members(optimizer: Any) -> list[Any]:
     """The optimizers inside ``optimizer``: those of a ChainedOptimizer (nested ones too), else itself."""
-    chained = getattr(optimizer, "chained_optimizers", None)
-    return [optimizer] if chained is None else [leaf for child in chained for leaf in members(child)]
+    return [node for node in _nodes(optimizer) if not hasattr(node, "chained_optimizers")]
+
+
+def strangers(optimizer: Any) -> list[Any]:
+    """The :func:`members` of ``optimizer`` that we do not know."""
+    return [member for member in members(optimizer) if holder_of(member) is None]
 
 
 def model_chunks(optimizer: Any) -> list[torch.nn.Module]:
-    """The model chunks that the members of ``optimizer`` own parameters of, each once, in order."""
-    chunks = (chunk for member in members(optimizer) for chunk in getattr(member, "model_chunks", ()))
+    """The model chunks that ``optimizer`` and what is chained in it know of, each once, in order.
+
+    A Float16OptimizerWithFloat16Params knows of none.
+    """
+    chunks = (chunk for node in _nodes(optimizer) for chunk in getattr(node, "model_chunks", ()))
     return list({id(chunk): chunk for chunk in chunks}.values())
+
+
+def elsewhere(optimizer: Any) -> Iterator[torch.nn.Parameter]:
+    """What a LayerWiseDistributedOptimizer (0.16+) in ``optimizer`` has shared out between ranks, this one's too."""
+    for node in _nodes(optimizer):
+        for lists in (getattr(node, name, None) for name in ("dp_cp_params_list", "expt_dp_params_list")):
+            for parameters in lists or ():
+                yield from parameters
+
+
+def _nodes(optimizer: Any) -> Iterator[Any]:
+    yield optimizer
+    for child in getattr(optimizer, "chained_optimizers", ()):
+        yield from _nodes(child)
 
 
 def parameter_names(optimizer: Any) -> dict[int, str]:

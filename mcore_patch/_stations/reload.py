@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mcore_patch._stations.matching import match
+from mcore_patch._stations.optimizers import strangers
 from mcore_patch._stations.remember import memory
 from mcore_patch._stations.report import reporter
 
@@ -29,3 +30,14 @@ def given(optimizer: Any, state_dict: Any, line: ReleaseLine) -> Iterator[None]:
             for name, parameter, tensor in match(optimizer, state_dict, line.quirks.state_dict_normalizers):
                 memory.loaded(parameter, tensor, ORIGIN, name=name)
         yield
+
+
+def each(original: Callable[..., None], optimizer: Any, state_dict: Any) -> None:
+    """The release's own reload, inside :func:`given`; only optimizers that we do not know get the state dict itself."""
+    if state_dict is None or not strangers(optimizer):
+        original(optimizer)
+    elif not hasattr(optimizer, "chained_optimizers"):
+        original(optimizer, state_dict)
+    else:
+        for child in optimizer.chained_optimizers:
+            child.reload_model_params(**({"state_dict": state_dict} if strangers(child) else {}))

@@ -46,7 +46,8 @@ class Source:
 class Settled:
     """A master of ``optimizer`` that was written from the checkpoint: from then on the master itself is the source.
 
-    ``start`` and ``stop`` are the range of the flattened parameter that it covers, ``dtype`` the one on disk. Nothing
+    ``start`` and ``stop`` are the range of the flattened parameter that it covers, ``dtype`` the one on disk;
+    ``check`` is a checksum of the parameter there, where the master cannot tell whether it was changed since. Nothing
     is held alive.
     """
 
@@ -55,6 +56,7 @@ class Settled:
     stop: int
     name: str
     dtype: torch.dtype
+    check: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

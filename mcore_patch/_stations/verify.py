@@ -50,11 +50,12 @@ def _is_on() -> bool:
 
 
 def _verify(event: str) -> None:
-    counts = [(name, master.stop - master.start, _differing(master, source)) for name, master, source in _written]
-    wrong = [(name, int(count), numel) for name, numel, count in counts if int(count)]
+    counts = [(name, _differing(master, source), source.numel()) for name, master, source in _written]
+    wrong = [(name, count, numel) for name, count, numel in counts if count]
+    elements, different = sum(numel for _, _, numel in counts), sum(count for _, count, _ in wrong)
     line = (
-        f"mcore_patch: rank {_rank()}: {event}: verified {len(counts)} masters, "
-        f"{sum(numel for _, numel, _ in counts)} elements: {sum(count for _, count, _ in wrong)} differ from their source"
+        f"mcore_patch: rank {_rank()}: {event}: verified {len(counts)} masters, {elements} elements: "
+        f"{different} differ from their source"
     )
     if not wrong:
         logger.info("%s", line)
@@ -69,12 +70,12 @@ def _verify(event: str) -> None:
     )
 
 
-def _differing(master: Master, source: torch.Tensor) -> torch.Tensor:
+def _differing(master: Master, source: torch.Tensor) -> int:
     held = master.read()
     count = torch.zeros((), dtype=torch.int64, device=held.device)
     for a, b in chunks(0, held.numel()):
         count += differing(source[a:b].to(device=held.device, dtype=torch.float32), held[a:b])
-    return count
+    return int(count)
 
 
 def _rank() -> str:

@@ -55,8 +55,8 @@ def transformer_engine_importable() -> Iterator[None]:
     _module("transformer_engine", pytorch=pytorch, common=common, __version__=_TRANSFORMER_ENGINE)
     version = importlib.metadata.version
 
-    def version_of(name: str) -> str:
-        return _TRANSFORMER_ENGINE if name == "transformer-engine" else version(name)
+    def version_of(distribution_name: str) -> str:
+        return _TRANSFORMER_ENGINE if distribution_name == "transformer-engine" else version(distribution_name)
 
     importlib.metadata.version = version_of
     try:

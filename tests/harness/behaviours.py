@@ -41,7 +41,7 @@ def _patch() -> None:
 def _model(scenario: Scenario) -> Chunks:
     chunks = bare_chunks(scenario, getattr(torch, scenario.params))
     fill(scenario, chunks, "initialization")
-    return wrap_ddp(scenario, wrap_float16(chunks))
+    return wrap_ddp(scenario, wrap_float16(chunks, scenario.mixed))
 
 
 def _start(scenario: Scenario, folder: Path) -> tuple[p.Truth, Chunks, Any]:
@@ -342,3 +342,26 @@ def _leaves(tree: Any) -> Any:
     from mcore_patch._stations.load import leaves
 
     return leaves(tree)
+
+
+def out_of_memory(scenario: Scenario, folder: Path) -> tuple[int, bool, list[str]]:
+    """A load for which the wider targets are too much: elements unlike the model, the model as in stock, our WARNINGs."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    heard: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mcore_patch").addHandler(handler)
+    truth, chunks, optimizer = _start(scenario, folder)
+    init_data = ShardedTensor.init_data
+
+    def failing(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.dtype is torch.float32:
+            raise torch.cuda.OutOfMemoryError("no memory for this")
+        init_data(self, *args, **kwargs)
+
+    ShardedTensor.init_data = failing
+    p.load(scenario, folder, chunks)
+    optimizer.reload_model_params()
+    as_stock = all(torch.equal(q, truth[chunk, name].to(q.dtype)) for chunk, name, q in parameters_of(chunks))
+    return _differing(optimizer, chunks, _as_model(chunks)), as_stock, heard

@@ -24,6 +24,7 @@ def writer_of(scenario: Scenario) -> Scenario:
         ep=scenario.ep,
         experts=scenario.experts,
         tied=scenario.tied,
+        mixed=scenario.mixed and resume,
     )
 
 

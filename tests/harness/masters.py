@@ -15,7 +15,8 @@ from .scenario import Master
 
 
 def optimizers_of(optimizer: Any) -> list[Any]:
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    chained = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if chained is None else [leaf for child in chained for leaf in optimizers_of(child)]
 
 
 def masters_of(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:

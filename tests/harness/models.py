@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ def initialize_parallel(scenario: Scenario) -> None:
         pipeline_model_parallel_size=scenario.pp,
         virtual_pipeline_model_parallel_size=scenario.vpp if scenario.vpp > 1 else None,
         expert_model_parallel_size=scenario.ep,
+        **({"num_distributed_optimizer_instances": scenario.instances} if scenario.instances > 1 else {}),
     )
     model_parallel_cuda_manual_seed(1)
 
@@ -92,19 +94,26 @@ def bare_chunks(scenario: Scenario, dtype: torch.dtype) -> Chunks:
     return chunks
 
 
-def wrap_float16(chunks: Chunks) -> Chunks:
-    """The chunks in ``Float16Module``, as Megatron-LM does, if they are 16-bit; it casts their norms too."""
+def wrap_float16(chunks: Chunks, mixed: bool = False) -> Chunks:
+    """The chunks in ``Float16Module``, as Megatron-LM does, if they are 16-bit; it casts their norms unless *mixed*."""
     config = chunks[0].config
-    return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 or config.fp16 else chunks
+    if not (config.bf16 or config.fp16):
+        return chunks
+    norms = [each for chunk in chunks for name, each in chunk.named_parameters() if mixed and "norm" in name]
+    wrapped: Chunks = [Float16Module(config, chunk) for chunk in chunks]
+    for norm in norms:
+        norm.data = norm.data.float()
+    return wrapped
 
 
 def wrap_ddp(scenario: Scenario, chunks: Chunks) -> Chunks:
-    distributed = scenario.optimizer != "plain"
+    distributed = scenario.optimizer not in ("plain", "layer-wise")
     kwargs: dict[str, Any]
     if "ddp_config" in inspect.signature(DistributedDataParallel.__init__).parameters:
         from megatron.core.distributed import DistributedDataParallelConfig
 
-        kwargs = {"ddp_config": DistributedDataParallelConfig(use_distributed_optimizer=distributed)}
+        instances = {"num_distributed_optimizer_instances": scenario.instances} if scenario.instances > 1 else {}
+        kwargs = {"ddp_config": DistributedDataParallelConfig(use_distributed_optimizer=distributed, **instances)}
     else:  # 0.6
         kwargs = {
             "use_distributed_optimizer": distributed,
@@ -128,11 +137,31 @@ def build_optimizer(scenario: Scenario, chunks: Chunks, dtype: torch.dtype) -> A
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
         params_dtype=dtype,
-        use_distributed_optimizer=scenario.optimizer != "plain",
+        use_distributed_optimizer=scenario.optimizer not in ("plain", "layer-wise"),
         **({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0} if offload else {}),
         **({"use_precision_aware_optimizer": True} if scenario.optimizer == "offload-precision-aware" else {}),
     )
+    if scenario.optimizer == "layer-wise":
+        return _layer_wise(config, chunks)
     return get_megatron_optimizer(config, chunks)
+
+
+def _layer_wise(config: OptimizerConfig, chunks: Chunks) -> Any:
+    """As Muon's factory builds it, with Adam for all parameters: Muon itself is not in megatron-core's wheel."""
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    chained = get_megatron_optimizer(replace(config, bf16=False), chunks).chained_optimizers
+    optimizer: Any = LayerWiseDistributedOptimizer(
+        [child.optimizer for child in chained],
+        config,
+        ProcessGroupCollection.use_mpu_process_groups(),
+        [child.init_state_fn for child in chained],
+        **accepted(LayerWiseDistributedOptimizer.__init__, model_chunks=chunks),
+    )
+    # gloo gathers no tensors of uneven sizes; upstream keeps this one for reference.
+    optimizer.allgather_params = optimizer.broadcast_params
+    return optimizer
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:

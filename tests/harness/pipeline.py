@@ -55,7 +55,7 @@ def write(writer: Scenario, folder: Path) -> None:
         state = _keyed(chunks, lambda chunk: chunk.state_dict())
         if optimizer is not None:
             state["optimizer"] = optimizer.state_dict()
-            if writer.optimizer == "distributed":
+            if _saves_by_itself(writer):
                 optimizer.save_parameter_state(str(_optimizer_file(folder)))
         if parallel_state.get_data_parallel_rank() == 0 or writer.ep > 1:
             torch.save(state, _rank_file(folder))
@@ -73,7 +73,7 @@ def write(writer: Scenario, folder: Path) -> None:
 def _trained(writer: Scenario) -> tuple[Chunks, Any]:
     """A model and an optimizer with state, whose masters are the seeded ones: they are no weights of any checkpoint."""
     dtype = getattr(torch, writer.params)
-    chunks = wrap_ddp(writer, wrap_float16(bare_chunks(writer, dtype)))
+    chunks = wrap_ddp(writer, wrap_float16(bare_chunks(writer, dtype), writer.mixed))
     optimizer = build_optimizer(writer, chunks, dtype)
     train_step(chunks, optimizer)
     expected = _seeded_masters(writer, chunks)
@@ -82,7 +82,16 @@ def _trained(writer: Scenario) -> tuple[Chunks, Any]:
         for parameter, master, start in measure.masters_of(optimizer):
             value = expected[named[id(parameter)]].reshape(-1)[start : start + master.numel()]
             master.copy_(value.reshape(master.shape))
+        for part in measure.optimizers_of(optimizer):
+            # What HybridDeviceOptimizer does at the end of each step.
+            for shard, stepped in getattr(part.optimizer, "param_to_inner_param", {}).items():
+                shard.copy_(stepped)
     return chunks, optimizer
+
+
+def _saves_by_itself(scenario: Scenario) -> bool:
+    """Whether the optimizer's tensors go into a file of their own beside its state dict (format torch)."""
+    return scenario.optimizer not in ("plain", "layer-wise")
 
 
 def _seeded_masters(scenario: Scenario, chunks: Chunks) -> Truth:
@@ -141,7 +150,7 @@ def build_and_load(scenario: Scenario, mode: Mode, folder: Path, truth: Truth) -
     loaded: dict[str, Any] = {}
     if scenario.order == "before-ddp":
         loaded = load(scenario, folder, chunks)
-    chunks = wrap_ddp(scenario, wrap_float16(chunks))
+    chunks = wrap_ddp(scenario, wrap_float16(chunks, scenario.mixed))
     if scenario.order == "weights-first":
         loaded = load(scenario, folder, chunks)
     optimizer = build_optimizer(scenario, chunks, dtype)
@@ -157,7 +166,7 @@ def build_and_load(scenario: Scenario, mode: Mode, folder: Path, truth: Truth) -
         optimizer.load_state_dict(optimizer.state_dict())
     elif scenario.then == "resume":
         optimizer.load_state_dict(loaded["optimizer"])
-        if scenario.fmt == "torch" and scenario.optimizer == "distributed":
+        if scenario.fmt == "torch" and _saves_by_itself(scenario):
             optimizer.load_parameter_state(str(_optimizer_file(folder)))
         truth = _seeded_masters(scenario, chunks)
     return Pipeline(scenario, mode, folder, chunks, optimizer, truth, loaded)
@@ -206,7 +215,10 @@ def fully_parallel_load(folder: Path) -> Any:
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), group)
+    # 0.7's default gathers tensors of uneven sizes, which gloo refuses; later the default is broadcast.
+    default = inspect.signature(FullyParallelLoadStrategyWrapper.__init__).parameters["exchange_algo"].default
+    options = {"exchange_algo": "gather_object"} if default == "gather_rounds" else {}
+    return FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), group, **options)
 
 
 def _change(chunks: Chunks, truth: Truth) -> None:

@@ -38,9 +38,13 @@ class Scenario:
     ep: int = 1
     experts: int | None = None
     tied: bool = False
+    mixed: bool = False
+    """Norms stay fp32 in a 16-bit model."""
 
     # The pipeline
-    optimizer: Literal["distributed", "plain", "offload", "offload-precision-aware"] = "distributed"
+    optimizer: Literal["distributed", "plain", "offload", "offload-precision-aware", "layer-wise"] = "distributed"
+    instances: int = 1
+    """Instances of the distributed optimizer: data-parallel ranks that share out masters are as many times fewer."""
     order: Literal["optimizer-first", "weights-first", "before-ddp"] = "optimizer-first"
     """When weights come: after the optimizer; between DDP and optimizer; before both, into a model with fp32 norms."""
     write: Literal["unwrapped", "ddp", "in-place"] = "unwrapped"
@@ -58,7 +62,7 @@ class Scenario:
 
     @property
     def layers(self) -> int:
-        return 2 * self.vpp if self.pp > 1 else 2
+        return max(2, self.pp) * self.vpp
 
     def but(self, **changes: Any) -> Scenario:
         return replace(self, **changes)
@@ -84,8 +88,14 @@ def unavailable(scenario: Scenario, release: tuple[int, ...], mode: Mode = "stoc
         return "upstream broadcasts the disk's dtype into the parameters': gloo ends the process"
     if "parallel" in (scenario.save, scenario.load) and release < (0, 7):
         return "fully parallel saving and loading have come in 0.7"
+    if scenario.vpp > 1 and scenario.pp == 2 and release < (0, 8):
+        return "interleaving needs more than two stages before 0.8"
     if scenario.optimizer.startswith("offload") and release < (0, 12):
         return "CPU offloading has come in 0.12"
+    if scenario.optimizer == "layer-wise" and release < (0, 16):
+        return "the layer-wise distributed optimizer has come in 0.16"
+    if scenario.instances > 1 and release < (0, 10):
+        return "several instances of the distributed optimizer have come in 0.10"
     if scenario.sharding is not None:
         first, last = _SHARDINGS[scenario.sharding]
         if not first <= release[:2] <= last:
@@ -96,9 +106,9 @@ def unavailable(scenario: Scenario, release: tuple[int, ...], mode: Mode = "stoc
 # First and last release line whose distributed optimizer saves and loads the type. Upstream has the bucket space up
 # to 0.14, but from 0.11 on an assertion of its own fails as soon as a rank's share of a bucket has two parameters.
 _SHARDINGS = {
-    "fully_sharded_bucket_space": ((0, 10), (0, 10)),
-    "fully_sharded_model_space": ((0, 10), (0, 15)),
-    "dp_zero_gather_scatter": ((0, 10), (0, 19)),
+    "fully_sharded_bucket_space": ((0, 6), (0, 10)),
+    "fully_sharded_model_space": ((0, 8), (0, 15)),
+    "dp_zero_gather_scatter": ((0, 6), (0, 19)),
     "fully_reshardable": ((0, 15), (0, 19)),
     "dp_reshardable": ((0, 15), (0, 19)),
 }

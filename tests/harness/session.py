@@ -15,12 +15,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from .scenario import Mode, Result, Scenario
 
 
 def release() -> tuple[int, ...]:
     """The megatron-core release on the path, as numbers; from metadata, so nothing is imported."""
-    return tuple(int(part) for part in metadata.version("megatron-core").split(".")[:3])
+    return Version(metadata.version("megatron-core")).release[:3]
 
 
 class Session:

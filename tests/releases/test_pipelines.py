@@ -108,3 +108,10 @@ def test_one_line_on_the_first_rank_says_where_masters_came_from(session: Sessio
 
 def test_the_callers_sharded_tensors_are_as_they_were(session: Session) -> None:
     assert session.behave("template_is_untouched", DIST) == [True, True]
+
+
+def test_out_of_memory_at_disk_precision_falls_back_to_stock_for_that_load(session: Session) -> None:
+    for differing_from_model, model_as_in_stock, warnings in session.behave("out_of_memory", DIST):
+        assert differing_from_model == 0
+        assert model_as_in_stock
+        assert [("out of memory" in warning) for warning in warnings] == [True]
