@@ -1,6 +1,6 @@
 """The registry: which attributes are patched, and what was checked of them in every megatron-core release.
 
-A release line is one module named `v<major>_<two digits of minor>.py` with a `LINE`; dropping the file in adds the line.
+A release line is one module named `v<major>_<two digits of minor>.py` with a `LINE`; dropping the file in adds it.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ class Quirks:
 class ReleaseLine:
     """One megatron-core minor release: what was checked of every target in its releases.
 
-    A target that is absent from `targets` is not needed in this line. `native` says in one sentence what
+    A target that is absent from `targets` is in none of the releases; a build of this line that has it all the same (a
+    commit on the way to the next line) is judged by the other lines' checks. `native` says in one sentence what
     upstream does by itself. `requires_python` is what the wheels say, or, where they say nothing, what they were
     built for. `also_needs` are requirements that its releases import and do not declare, where today's
     versions will not do.

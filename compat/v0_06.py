@@ -17,10 +17,7 @@ LINE = ReleaseLine(
     targets={
         "dist_load": Checked(
             signatures=(
-                (
-                    "(sharded_state_dict, checkpoint_dir, sharded_strategy=, common_strategy=, "
-                    "validate_access_integrity=)"
-                ),
+                "(sharded_state_dict, checkpoint_dir, sharded_strategy=, common_strategy=, validate_access_integrity=)",
             ),
             fingerprints={
                 "7af13de33ad4feaa": ("0.6.0",),
@@ -47,8 +44,8 @@ LINE = ReleaseLine(
         "distributed_optimizer_init": Checked(
             signatures=(
                 (
-                    "(self, optimizer, config, grad_scaler, init_state_fn, per_model_buffers, "
-                    "data_parallel_group, data_parallel_group_gloo, data_parallel_group_idx)"
+                    "(self, optimizer, config, grad_scaler, init_state_fn, per_model_buffers, data_parallel_group, "
+                    "data_parallel_group_gloo, data_parallel_group_idx)"
                 ),
             ),
             fingerprints={

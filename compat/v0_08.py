@@ -53,8 +53,8 @@ LINE = ReleaseLine(
         "distributed_optimizer_init": Checked(
             signatures=(
                 (
-                    "(self, optimizer, config, grad_scaler, init_state_fn, per_model_buffers, "
-                    "data_parallel_group, data_parallel_group_gloo, data_parallel_group_idx)"
+                    "(self, optimizer, config, grad_scaler, init_state_fn, per_model_buffers, data_parallel_group, "
+                    "data_parallel_group_gloo, data_parallel_group_idx)"
                 ),
             ),
             fingerprints={

@@ -9,8 +9,8 @@ LINE = ReleaseLine(
     releases=("0.9.0",),
     requires_python="<3.12",
     native=(
-        "Masters are built and reloaded from the parameters, which for quantized parameters means from "
-        "values that were quantized, or a stale initial value."
+        "Masters are built and reloaded from the parameters, which for quantized parameters means from values that "
+        "were quantized, or a stale initial value."
     ),
     quirks=Quirks(
         reload_accepts_state_dict=False,

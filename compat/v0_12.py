@@ -9,8 +9,8 @@ LINE = ReleaseLine(
     releases=("0.12.0", "0.12.1", "0.12.2", "0.12.3"),
     requires_python="",
     native=(
-        "As 0.11; fp8 parameters keep their random initial value in high precision, and a later built "
-        "optimizer takes its masters from it."
+        "As 0.11; fp8 parameters keep their random initial value in high precision, and a later built optimizer takes "
+        "its masters from it."
     ),
     quirks=Quirks(
         reload_accepts_state_dict=False,

@@ -9,9 +9,8 @@ LINE = ReleaseLine(
     releases=("0.14.0",),
     requires_python=">=3.10",
     native=(
-        "An opt-in flag hands the state dict to reload_model_params, for the distributed optimizer only; it "
-        "finds names by substring, misses experts in a chain, and gets bf16 from an fp32 torch_dist "
-        "checkpoint."
+        "An opt-in flag hands the state dict to reload_model_params, for the distributed optimizer only; it finds "
+        "names by substring, misses experts in a chain, and gets bf16 from an fp32 torch_dist checkpoint."
     ),
     quirks=Quirks(
         reload_accepts_state_dict=True,

@@ -95,10 +95,7 @@ LINE = ReleaseLine(
         ),
         "layer_wise_init": Checked(
             signatures=(
-                (
-                    "(self, optimizers, config, pg_collection=, init_state_fn_list=, model_chunks=, "
-                    "async_allgather=)"
-                ),
+                "(self, optimizers, config, pg_collection=, init_state_fn_list=, model_chunks=, async_allgather=)",
             ),
             fingerprints={
                 "b31318a08714e401": ("0.17.0", "0.17.1"),

@@ -9,8 +9,8 @@ LINE = ReleaseLine(
     releases=("0.18.0", "0.18.2"),
     requires_python=">=3.12",
     native=(
-        "As 0.17, but a chain gives every optimizer its part of the state dict, and grouped weights are "
-        "renamed for the match."
+        "As 0.17, but a chain gives every optimizer its part of the state dict, and grouped weights are renamed for "
+        "the match."
     ),
     quirks=Quirks(
         reload_accepts_state_dict=True,

@@ -9,23 +9,20 @@ LINE = ReleaseLine(
     releases=("0.19.0", "0.19.2"),
     requires_python=">=3.12",
     native=(
-        "As 0.18, but by default a checkpoint is quantized again while it loads, so the opt-in flag builds "
-        "masters from quantized values."
+        "As 0.18, but by default a checkpoint is quantized again while it loads, so the opt-in flag builds masters "
+        "from quantized values."
     ),
     quirks=Quirks(
         reload_accepts_state_dict=True,
         zarr=False,
-        state_dict_normalizers=(
-            "_normalize_state_dict_for_grouped_params",
-            "_synthesize_state_dict_params_for_model",
-        ),
+        state_dict_normalizers=("_normalize_state_dict_for_grouped_params", "_synthesize_state_dict_params_for_model"),
     ),
     targets={
         "dist_load": Checked(
             signatures=(
                 (
-                    "(sharded_state_dict, checkpoint_dir, sharded_strategy=, validate_access_integrity=, "
-                    "strict=, verify_integrity=, process_group=)"
+                    "(sharded_state_dict, checkpoint_dir, sharded_strategy=, validate_access_integrity=, strict=, "
+                    "verify_integrity=, process_group=)"
                 ),
             ),
             fingerprints={

@@ -129,6 +129,7 @@ deps =
     {_lines(f"mcore{release}: {each}" for line in LINES for release in line.releases for each in _deps_of(line))}
     te: pydantic
     te: onnxscript
+    te: triton
 commands_pre =
     {_lines(f"mcore{release}: python -m pip install -q --no-deps megatron-core=={release}" for release in releases)}
     {_lines(f"te{te}: python -m pip install -q --no-deps transformer-engine=={te}" for te in te_releases)}
@@ -158,7 +159,7 @@ description = the engine and the stations, without megatron-core
 base_python = py311
 commands_pre =
 commands =
-    pytest tests/engine tests/stations tests/test_cli.py {{posargs}}
+    pytest tests/engine tests/stations tests/cli tests/test_cli.py {{posargs}}
 
 [testenv:demo]
 description = the main job, stock and patched side by side, with a picture
@@ -170,9 +171,35 @@ commands_pre =
 commands =
     mcore-patch demo {{posargs}}
 
+[testenv:demo-fp8]
+description = the fp8 case of the demo, over stand-in kernels
+set_env =
+    OMP_NUM_THREADS = 1
+    PYTHONPATH = {{tox_root}}/tests
+    # The checkout is not to be found before the installed package.
+    PYTHONSAFEPATH = 1
+    TORCHDYNAMO_DISABLE = 1
+base_python = py311
+extras =
+    demo
+deps =
+    {TORCH}
+    numpy<2
+    einops
+    psutil
+    pydantic
+    onnxscript
+    triton
+commands_pre =
+    python -m pip install -q --no-deps megatron-core=={DEMO_PAIR.mcore} transformer-engine=={DEMO_PAIR.te}
+commands =
+    python -m standins.fp8_demo {{posargs}}
+
 [testenv:bench]
 description = ratios against stock on the same work
 base_python = py311
+# The benchmarks run from the checkout, so the package is taken from there as well.
+package = editable
 commands_pre =
     python -m pip install -q --no-deps megatron-core=={DEMO_RELEASE}
 commands =
@@ -184,8 +211,9 @@ def _deps_of(line: ReleaseLine) -> list[str]:
     return [f"-c {{tox_root}}/constraints/{constraints_of(line).name}", *line.also_needs]
 
 
-# The newest release that Python 3.11 can install.
+# The newest release that Python 3.11 can install, and the newest pair of every run.
 DEMO_RELEASE = [release for line in LINES if python_of(line) == "3.11" for release in line.releases][-1]
+DEMO_PAIR = [pair for pair in PAIRS if pair.fast and f"py311-mcore{pair.mcore}" in release_environments()][-1]
 
 
 def _lines(entries: object) -> str:

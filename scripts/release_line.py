@@ -22,7 +22,7 @@ from mcore_patch._engine.source import find_target, package_in
 from mcore_patch._engine.versions import release_of
 
 Checks = dict[str, Checked]
-_WIDTH = 110
+_WIDTH = 120
 _DRAFT = "DRAFT, read the releases: "
 
 

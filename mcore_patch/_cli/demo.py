@@ -151,7 +151,7 @@ def _draw(file: Path, case: Case, runs: dict[Run, Trained], differences: dict[Ru
 
 
 def _on_ranks(ranks: int, patched: bool, step: str, *args: Any) -> list[Any]:
-    """What ``demo_ranks.<step>(*args)`` returns on each of *ranks* fresh processes (*patched*: in which apply() is on)."""
+    """What ``demo_ranks.<step>(*args)`` returns on each of *ranks* fresh processes (*patched*: under apply())."""
     from mcore_patch.testing import run_ranks
 
     return run_ranks(_on_rank, ranks, patched, step, args, start="spawn")

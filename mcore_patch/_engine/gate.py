@@ -160,7 +160,8 @@ def _line_note(line: ReleaseLine | None, versions: Versions) -> str | None:
 
 
 def _judge(target: Target, found: Found, line: ReleaseLine, lines: Sequence[ReleaseLine]) -> Verdict:
-    if target.id not in line.targets:
+    # A commit between two lines may have what only the other one's releases have.
+    if target.id not in line.targets and found.signature is None:
         return Verdict("not-needed", Reason.NOT_IN_LINE, f"megatron-core {line.name} needs no patch here")
     if found.problem == "source-missing":
         # An installation without sources. The live signature is still checked before anything is patched.

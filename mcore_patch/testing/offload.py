@@ -32,7 +32,8 @@ class _HostMemory(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         from_host = bool(args) and id(args[0]) in self._on_host
-        if func is torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+        # Every access makes another wrapper of the getter, so `is` is never true.
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return not from_host
         result = func(*args, **(kwargs or {}))
         if func is torch.Tensor.cpu and not from_host:

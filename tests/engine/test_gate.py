@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from engine_fakes import FILES, OLDER_FILES, TARGETS, make_lines, write_tree
 from mcore_patch.compat import Checked, Target
 
-from mcore_patch._engine.gate import Decision, Reason, decide
+from mcore_patch._engine.gate import Decision, Reason, decide, find_targets, judge
 from mcore_patch._engine.source import package_in
 from mcore_patch._engine.versions import Versions, read_versions
 
@@ -181,3 +182,14 @@ def test_a_target_that_the_line_does_not_declare_is_not_needed(tmp_path: Path) -
         Reason.NOT_IN_LINE,
     )
     assert "outside" not in decision.verdicts
+
+
+def test_a_target_of_another_line_is_judged_where_the_code_has_it(tmp_path: Path) -> None:
+    package = package_in(write_tree(tmp_path / "tree"))
+    older, newest = make_lines(tmp_path)
+    newest = replace(newest, targets={name: checked for name, checked in newest.targets.items() if name != "method"})
+    found = find_targets(package, list(TARGETS.values()))
+    decision = judge(found, Versions(package_info="0.19.2"), list(TARGETS.values()), [older, newest])
+    assert decision.line is newest
+    # Its signature is that of 0.18; its source, from 0.19, is now in no line.
+    assert decision.verdicts["method"].kind == "unverified"
