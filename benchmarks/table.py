@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 NOISE = 0.05
-"""How far above its goal a figure may lie, as a part of it, before it is called missed: the noise of a quiet machine."""
+"""How far above its goal, as a part of it, a figure may lie before it is called missed: the noise of a quiet machine."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ _TABLE = (
         module="torch.nn.modules.module",
         qualname="Module._apply",
         why="A cast of subclass parameters swaps them, which torch refuses while a weak reference to one exists.",
-        url="https://docs.pytorch.org/docs/stable/generated/torch.utils.swap_tensors.html",
+        url="https://github.com/pytorch/pytorch/blob/v2.6.0/torch/utils/__init__.py#L40",
         until="torch swaps tensors that have weak references",
         after="torch",
         checked=Checked(signatures=("(self, fn, recurse=)",)),

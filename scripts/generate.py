@@ -115,6 +115,8 @@ pass_env =
     UV_*
 set_env =
     OMP_NUM_THREADS = 1
+    # The checkout is not to be found before the installed package.
+    PYTHONSAFEPATH = 1
     te: TORCHDYNAMO_DISABLE = 1
 extras =
     test
@@ -176,7 +178,6 @@ description = the fp8 case of the demo, over stand-in kernels
 set_env =
     OMP_NUM_THREADS = 1
     PYTHONPATH = {{tox_root}}/tests
-    # The checkout is not to be found before the installed package.
     PYTHONSAFEPATH = 1
     TORCHDYNAMO_DISABLE = 1
 base_python = py311
@@ -200,6 +201,8 @@ description = ratios against stock on the same work
 base_python = py311
 # The benchmarks run from the checkout, so the package is taken from there as well.
 package = editable
+set_env =
+    OMP_NUM_THREADS = 1
 commands_pre =
     python -m pip install -q --no-deps megatron-core=={DEMO_RELEASE}
 commands =
