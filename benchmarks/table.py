@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 NOISE = 0.05
-"""How far above its goal, as a part of it, a figure may lie before it is called missed: the noise of a quiet machine."""
+"""How far above its goal, as a part of it, a figure may lie before it is called missed: a quiet machine is as noisy."""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def tox_ini() -> str:
     releases = [release for line in LINES for release in line.releases]
     wide = [f"{name}-wide" for name in release_environments() + fp8_environments(fast=True)]
     wide += [f"{name}-wide" for name in fp8_environments(fast=False)]
-    environments = ["lint", "unit", *release_environments(), *fp8_environments(fast=True)]
+    environments = ["lint", "unit", "demo", *release_environments(), *fp8_environments(fast=True)]
     te_releases = dict.fromkeys(pair.te for pair in PAIRS)
     return f"""{HEADER}
 [tox]
@@ -115,8 +115,6 @@ pass_env =
     UV_*
 set_env =
     OMP_NUM_THREADS = 1
-    # The checkout is not to be found before the installed package.
-    PYTHONSAFEPATH = 1
     te: TORCHDYNAMO_DISABLE = 1
 extras =
     test
@@ -201,8 +199,6 @@ description = ratios against stock on the same work
 base_python = py311
 # The benchmarks run from the checkout, so the package is taken from there as well.
 package = editable
-set_env =
-    OMP_NUM_THREADS = 1
 commands_pre =
     python -m pip install -q --no-deps megatron-core=={DEMO_RELEASE}
 commands =

@@ -79,13 +79,14 @@ def test_demo_names_what_is_missing(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_line_imports_neither_torch_nor_megatron() -> None:
+def test_the_command_line_imports_neither_torch_nor_megatron(tmp_path: Path) -> None:
     code = (
         "import sys; from mcore_patch._cli import main\n"
         "try: main(['demo', '--help'])\n"
         "except SystemExit: print(sorted({'torch', 'megatron', 'matplotlib'} & set(sys.modules)))"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    # Elsewhere, so that the checkout is not found before the installed package.
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path).stdout
     assert said.splitlines()[-1] == "[]"
 
 

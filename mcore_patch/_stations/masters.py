@@ -119,9 +119,11 @@ def leave(optimizer: Any, event: str) -> None:
 
 def restored(optimizer: Any, event: str) -> None:
     """Optimizer state brought the masters of ``optimizer``: they win, whatever the checkpoint's weights say."""
-    with standing_aside("noting masters restored from optimizer state"), reporter.event():
+    with standing_aside("noting masters restored from optimizer state"), reporter.event(), torch.no_grad():
         names = parameter_names(optimizer)
         for master in _masters(optimizer):
+            if isinstance(master, Master) and master.adopt is not None:
+                master.adopt()
             name = names.get(id(master.parameter)) or memory.name(master.parameter) or "?"
             _record(master, name, event, "optimizer state", "restored from optimizer state")
         for parameter in _owned(optimizer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ class Master:
     the master the parameter's value in ``reload_model_params``; if not, it may predate the load. ``split`` says that
     the parameter is a part of the master, so that neither can be told from the other by rounding. ``slack()``, where
     the master is held in a form that cannot hold every fp32 value, bounds how far each element of what is read is from
-    what was written.
+    what was written. ``adopt()``, where the release restores optimizer state into something else than what is stepped,
+    takes it from there.
     """
 
     parameter: torch.nn.Parameter
@@ -37,6 +38,7 @@ class Master:
     in_one_piece: bool = False
     split: bool = False
     slack: Callable[[], torch.Tensor] | None = None
+    adopt: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -143,10 +145,11 @@ def _hybrid_master(
     inner = hybrid.param_to_inner_param[stepped]
     if inner.dtype is not torch.float32:
         return Unreachable(parameter, type(hybrid).__name__, "it steps a 16-bit copy: there is no fp32 master")
-    # What is saved before the next step: another tensor than the one that is stepped, after a load.
+    # What is saved; after a load it is another tensor than the one that is stepped, and until the next step.
     saved = hybrid.state.get(stepped, {}).get("master_param")
     copies = [inner, *(tensor for tensor in (main, saved) if tensor is not None and tensor is not inner)]
-    return _in_tensors(parameter, start, stop, type(hybrid).__name__, *copies, refreshed=False)
+    master = _in_tensors(parameter, start, stop, type(hybrid).__name__, *copies, refreshed=False)
+    return master if saved is None else replace(master, adopt=lambda: inner.detach().copy_(saved))
 
 
 def _fused_adam_master(adam: Any, parameter: torch.nn.Parameter, start: int, stop: int, shard: torch.Tensor) -> Master:

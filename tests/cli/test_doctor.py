@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from engine_fakes import write_tree
+from mcore_patch.compat import LINES, TARGETS
 
 from mcore_patch._cli.doctor import ADVICE
 from mcore_patch._engine import Reason
-from mcore_patch.compat import LINES, TARGETS
 
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -43,6 +43,7 @@ LINE_OF = {
     "tag core_v0.19.0": "0.19",  # calls itself 0.19.1
     "main of 2024-05-15, 4e74a3cca": "0.7",  # calls itself 0.8.0rc0
     "main of 2025-01-15, c1cafa1c1": "0.11",  # calls itself 0.10.0rc0
+    "main of 2026-01-15, 55422734e": "0.16",
 }
 
 
@@ -66,6 +67,12 @@ def test_nothing_is_applied_to_a_signature_that_was_not_checked(name: str) -> No
             assert signature in known_signatures(TARGETS[target_id], LINES)
         elif verdict.kind == "not-needed":
             assert signature is None, "the build has what its line does not"
+
+
+def test_a_commit_on_the_way_to_the_next_line_has_the_targets_of_both() -> None:
+    verdicts = SURVEY.decision("main of 2026-01-15, 55422734e").verdicts
+    assert verdicts["tensorstore_load"].detail == "as in megatron-core 0.15"
+    assert verdicts["layer_wise_init"].kind == "verified"
 
 
 def test_what_is_too_old_or_too_new_is_refused() -> None:

@@ -82,12 +82,18 @@ SCENARIOS: dict[str, Scenario] = {
     "resume torch": Scenario(fmt="torch", then="resume"),
     "resume plain optimizer torch": Scenario(fmt="torch", optimizer="plain", then="resume"),
     "resume plain optimizer": Scenario(optimizer="plain", then="resume"),
-    "resume offload torch": Scenario(fmt="torch", optimizer="offload", then="resume"),
-    "resume offload torch precision-aware": Scenario(fmt="torch", optimizer="offload-precision-aware", then="resume"),
-    "resume offload dp_zero": Scenario(optimizer="offload", then="resume", sharding="dp_zero_gather_scatter"),
-    "resume offload fully_sharded": Scenario(optimizer="offload", then="resume", sharding="fully_sharded_model_space"),
-    "resume offload fully_reshardable": Scenario(optimizer="offload", then="resume", sharding="fully_reshardable"),
-    "resume offload dp_reshardable": Scenario(optimizer="offload", then="resume", sharding="dp_reshardable"),
+    "resume offload precision-aware torch": Scenario(fmt="torch", optimizer="offload-precision-aware", then="resume"),
+    **{
+        f"resume offload precision-aware {sharding}": Scenario(
+            optimizer="offload-precision-aware", then="resume", sharding=sharding
+        )
+        for sharding in (
+            "fully_sharded_model_space",
+            "dp_zero_gather_scatter",
+            "fully_reshardable",
+            "dp_reshardable",
+        )
+    },
     "resume layer-wise": Scenario(optimizer="layer-wise", then="resume"),
     "resume fully_sharded_model_space": Scenario(then="resume", sharding="fully_sharded_model_space"),
     "resume fully_sharded_bucket_space": Scenario(then="resume", sharding="fully_sharded_bucket_space"),

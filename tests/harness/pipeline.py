@@ -12,6 +12,8 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from mcore_patch.testing.adam import FusedAdam
+
 from . import masters as measure
 from .models import (
     Chunks,
@@ -117,6 +119,9 @@ def run(
     scenario: Scenario, mode: Mode, folder: Path, probe: Callable[[Pipeline], Any] | None
 ) -> tuple[list[Master], dict[str, str], Any]:
     initialize_parallel(scenario)
+    if scenario.optimizer.startswith("offload"):
+        # Its param groups name the classes that it steps with, and torch unpickles known classes only since 2.6.
+        torch.serialization.add_safe_globals([torch.optim.AdamW, FusedAdam])
     truth = read_truth(scenario, folder)
     if "patched" in mode:
         import mcore_patch

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from harness import Scenario, Session, release
 from mcore_patch.compat import TARGETS, line_named
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-
 from harness import Scenario, Session, release
+
 from mcore_patch._cli import formats
 from mcore_patch._cli.inspect_checkpoint import describe
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -38,14 +40,13 @@ print(json.dumps([[t.id, str(t.state), str(t.verdict)] for t in status.targets])
 
 
 def python(code: str, **environment: str) -> str:
-    import os
-
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         capture_output=True,
         text=True,
         timeout=300,
         env={**os.environ, **environment},
+        cwd=tempfile.gettempdir(),  # so that the checkout is not found before the installed package
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""

@@ -41,9 +41,13 @@ def main() -> int:
         differences[title] = [abs(loss - true) for loss, true in zip(run.losses, truth, strict=True)]
         losses = "  ".join(f"{loss:.6f}" for loss in run.losses[:5])
         worst = max(differences[title])
-        print(f"  {title:13}  {run.differing:>7} of {run.total} masters differ  max |loss difference| {worst:.3g}  {losses}")
+        print(
+            f"  {title:13}  {run.differing:>7} of {run.total} masters differ  max |loss difference| {worst:.3g}  {losses}"
+        )
     versions = f"megatron-core {metadata.version('megatron-core')}, Transformer Engine {metadata.version('transformer-engine')}"
-    subtitle = f"{versions}, {chosen.recipe}; masters unlike the checkpoint: stock {runs['stock'].differing:,}, patched "
+    subtitle = (
+        f"{versions}, {chosen.recipe}; masters unlike the checkpoint: stock {runs['stock'].differing:,}, patched "
+    )
     subtitle += f"{runs['patched'].differing:,} of {runs['stock'].total:,}"
     chosen.out.mkdir(parents=True, exist_ok=True)
     picture = chosen.out / "bf16-to-fp8.png"
