@@ -26,6 +26,7 @@ from .models import (
     fill,
     initialize_parallel,
     parameters_of,
+    train_step,
     wrap_ddp,
     wrap_float16,
 )
@@ -345,7 +346,7 @@ def _leaves(tree: Any) -> Any:
 
 
 def out_of_memory(scenario: Scenario, folder: Path) -> tuple[int, bool, list[str]]:
-    """A load for which the wider targets are too much: elements unlike the model, the model as in stock, our WARNINGs."""
+    """Wider targets are too much for memory: elements unlike the model, the model as in stock, our WARNINGs."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     heard: list[str] = []
@@ -365,3 +366,156 @@ def out_of_memory(scenario: Scenario, folder: Path) -> tuple[int, bool, list[str
     optimizer.reload_model_params()
     as_stock = all(torch.equal(q, truth[chunk, name].to(q.dtype)) for chunk, name, q in parameters_of(chunks))
     return _differing(optimizer, chunks, _as_model(chunks)), as_stock, heard
+
+
+# --------------------------------------------------------------------------------------------- optimizers, see test_optimizers
+
+
+def after_training(scenario: Scenario, folder: Path, patched: bool) -> int:
+    """Elements that differ after a step, a weights-only load and a reload: nothing may be left of the step."""
+    initialize_parallel(scenario)
+    truth = p.read_truth(scenario, folder)
+    if patched:
+        _patch()
+    chunks = _model(scenario)
+    optimizer = build_optimizer(scenario, chunks, getattr(torch, scenario.params))
+    train_step(chunks, optimizer)
+    _forward(chunks)
+    p.load(scenario, folder, chunks)
+    optimizer.reload_model_params()
+    return _differing(optimizer, chunks, truth)
+
+
+def after_a_step(scenario: Scenario, folder: Path, patched: bool) -> list[int]:
+    """A digest of each master after load, reload and a step; unpatched, with masters that were set by hand."""
+    initialize_parallel(scenario)
+    truth = p.read_truth(scenario, folder)
+    if patched:
+        _patch()
+    chunks = _model(scenario)
+    optimizer = build_optimizer(scenario, chunks, getattr(torch, scenario.params))
+    p.load(scenario, folder, chunks)
+    optimizer.reload_model_params()
+    if not patched:
+        names = {id(parameter): (chunk, name) for chunk, name, parameter in parameters_of(chunks)}
+        for parameter, master, start in measure.masters_of(optimizer):
+            master.data.copy_(
+                truth[names[id(parameter)]].reshape(-1)[start : start + master.numel()].view(master.shape)
+            )
+    train_step(chunks, optimizer)
+    return [hash(master.detach().numpy().tobytes()) for _, master, _ in measure.masters_of(optimizer)]
+
+
+def subclassed(scenario: Scenario, folder: Path) -> tuple[int, list[str]]:
+    """With users' subclasses of all optimizer classes: elements that differ, and who is said to hold the masters."""
+    import megatron.core.optimizer as package
+
+    import mcore_patch
+
+    initialize_parallel(scenario)
+    truth = p.read_truth(scenario, folder)
+    _patch()
+    for name in ("DistributedOptimizer", "Float16OptimizerWithFloat16Params", "ChainedOptimizer"):
+        setattr(package, name, type(f"Users{name}", (getattr(package, name),), {}))
+    chunks = _model(scenario)
+    optimizer = build_optimizer(scenario, chunks, getattr(torch, scenario.params))
+    assert type(optimizer).__name__.startswith("Users") or scenario.optimizer == "layer-wise"
+    p.load(scenario, folder, chunks)
+    optimizer.reload_model_params()
+    return _differing(optimizer, chunks, truth), sorted({record.held_by for record in mcore_patch.report()})
+
+
+def stranger(scenario: Scenario, folder: Path) -> tuple[Any, int, list[tuple[str, str]]]:
+    """A chain with an optimizer of a user's own class, reloaded with a state dict.
+
+    What that one was given (which keys), elements of the others that differ, and what the report says of its parameters.
+    """
+    from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+
+    import mcore_patch
+
+    class Users(MegatronOptimizer):
+        given: Any = None
+
+        def reload_model_params(self, state_dict: Any = None) -> None:
+            self.given = state_dict
+
+    Users.__abstractmethods__ = frozenset()
+    truth, chunks, optimizer = _start(scenario, folder)
+    own = torch.nn.Parameter(torch.zeros(3))
+    users = Users(torch.optim.SGD([own]), *_config_of(optimizer, Users))
+    chain = ChainedOptimizer([*optimizer.chained_optimizers, users])
+    loaded = p.load(scenario, folder, chunks)
+    chain.reload_model_params(state_dict=loaded)
+    said = [(record.held_by, record.reason) for record in mcore_patch.report() if record.held_by == "Users"]
+    return users.given is loaded, _differing(optimizer, chunks, truth), said
+
+
+def _config_of(optimizer: Any, cls: Any) -> list[Any]:
+    """The arguments after the first that a MegatronOptimizer of this release is made with."""
+    import inspect
+
+    first = optimizer.chained_optimizers[0]
+    values = {"config": first.config, "init_state_fn": lambda *_: None}
+    return [values.get(name) for name in list(inspect.signature(cls.__init__).parameters)[2:]]
+
+
+def more_exact_state_dict(scenario: Scenario, folder: Path) -> tuple[int, int]:
+    """The pipeline loads a state dict that it cut to 16 bits, and reloads with the whole one: elements that differ.
+
+    From the checkpoint, and how many names the optimizer was told (a check of the test: 0 for the plain optimizer).
+    """
+    truth, chunks, optimizer = _start(scenario, folder)
+    whole = p.load(scenario, folder, chunks)
+    dtype = getattr(torch, scenario.params)
+    for key, chunk in zip(p._keys(chunks), chunks, strict=True):
+        cut = {name: value.to(dtype) if value is not None else None for name, value in whole[key].items()}
+        p.unwrapped(chunk).load_state_dict(cut)
+    optimizer.reload_model_params(state_dict=whole)
+    return _differing(optimizer, chunks, truth), len(getattr(optimizer, "model_chunks", ()))
+
+
+def names_unknown(scenario: Scenario, folder: Path) -> str:
+    """The error of a reload with a state dict where no load was seen that could have told the names."""
+    _, chunks, optimizer = _start(scenario, folder)
+    whole = torch.load(p._rank_file(folder), weights_only=False)
+    with torch.no_grad():
+        for key, (_, name, parameter) in zip(["model"] * 99, parameters_of(chunks), strict=False):
+            parameter.copy_(whole[key][name])
+    try:
+        optimizer.reload_model_params(state_dict=whole)
+    except AssertionError as error:
+        return str(error)
+    return "no error"
+
+
+def remembered_by_layer_wise(scenario: Scenario, folder: Path, then: str) -> tuple[int, int]:
+    """Remembered tensors before and after masters are written, where half of the masters are on another rank."""
+    initialize_parallel(scenario)
+    _patch()
+    chunks = _model(scenario)
+    optimizer = None
+    if then != "build":
+        optimizer = build_optimizer(scenario, chunks, getattr(torch, scenario.params))
+    p.load(scenario.but(then="nothing"), folder, chunks)
+    before = len(_memory())
+    if optimizer is None:
+        optimizer = build_optimizer(scenario, chunks, getattr(torch, scenario.params))
+    elif then == "reload":
+        optimizer.reload_model_params()
+    else:
+        optimizer.load_state_dict(optimizer.state_dict())
+    return before, len(_memory())
+
+
+def untouched(scenario: Scenario, folder: Path) -> tuple[int, int, int]:
+    """For parameters that are their own masters: tensors remembered, records made, masters that are no parameters."""
+    import mcore_patch
+
+    _, chunks, optimizer = _start(scenario, folder)
+    p.load(scenario, folder, chunks)
+    remembered = len(_memory())
+    optimizer.reload_model_params()
+    of_model = {parameter.untyped_storage().data_ptr() for _, _, parameter in parameters_of(chunks)}
+    masters = [master for _, master, _ in measure.masters_of(optimizer) if master.dtype is torch.float32]
+    return remembered, len(mcore_patch.report()), sum(m.untyped_storage().data_ptr() not in of_model for m in masters)

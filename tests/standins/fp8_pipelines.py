@@ -182,7 +182,7 @@ def edited(options: f.Options, disk: torch.dtype, folder: Path) -> tuple[f.Pipel
 
 
 def judged(options: f.Options, disk: torch.dtype, _folder: Path) -> tuple[f.Pipeline, State, Any]:
-    """``extra``: for the loaded state dict and for others, how many fp8 parameters it is taken to explain, of how many."""
+    """``extra``: how many fp8 parameters the loaded state dict and others are taken to explain, and of how many."""
     from mcore_patch._stations.parameters import explains
 
     pipeline = f.build(options)
