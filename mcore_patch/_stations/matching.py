@@ -109,7 +109,8 @@ def _match_by_last_load(
         fitting = [tensor for tensor in found if tensor.shape == parameter.shape]
         if not fitting:
             known = "no load of it was seen, so its name is not known" if name == "?" else "not in the state dict"
-            wrong.append(f"{bare}: {tuple(parameter.shape)} expected, {known}")
+            instead = f"{tuple(found[0].shape)} found" if found else known
+            wrong.append(f"{bare}: {tuple(parameter.shape)} expected, {instead}")
             continue
         # Several chunks may use one name.
         explaining = (tensor for tensor in fitting if explains(parameter, tensor.reshape(-1)))

@@ -69,7 +69,7 @@ def test_a_wheel_file_is_read_like_a_tree(tmp_path: Path, command: Python) -> No
     assert of_wheel["targets"] == of_tree["targets"]
 
 
-@pytest.mark.parametrize(("version", "reason"), [((0, 99, 0, ""), "release-newer"), ((0, 3, 0, ""), "release-older")])
+@pytest.mark.parametrize("version, reason", [((0, 99, 0, ""), "release-newer"), ((0, 3, 0, ""), "release-older")])
 def test_a_release_that_is_not_covered(
     version: tuple[int, int, int, str], reason: str, tmp_path: Path, command: Python
 ) -> None:

@@ -33,19 +33,29 @@ def test_one_line_says_that_nothing_differs(monkeypatch: pytest.MonkeyPatch, cap
 def test_a_difference_is_raised_with_its_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCORE_PATCH_VERIFY", "1")
     shared = torch.zeros(4)
-    with pytest.raises(VerificationError, match=r"2 differ from their source \(first: 2 of 3\)"), verified("reload"):
+
+    @verified("reload")
+    def write() -> None:
         wrote("first", master_in(shared[:3]), torch.zeros(3))
         shared[1:].fill_(-0.0)  # written later, over a part of the first
         wrote("second", master_in(shared[3:]), torch.full((1,), -0.0))
+
+    with pytest.raises(VerificationError, match=r"2 differ from their source \(first: 2 of 3\)"):
+        write()
     with verified("reload"):
         pass  # nothing is left of the failure
 
 
 def test_what_is_raised_inside_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCORE_PATCH_VERIFY", "1")
-    with pytest.raises(ZeroDivisionError), verified("reload"):
+
+    @verified("reload")
+    def write() -> None:
         wrote("w", master_in(torch.zeros(1)), torch.ones(1))
         raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write()
 
 
 def test_without_the_variable_nothing_is_compared(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,8 @@ import pytest
 from harness import Scenario, Session, release
 from mcore_patch.compat import TARGETS, line_named
 
+pytestmark = pytest.mark.edges
+
 PREPARE = """\
 from mcore_patch.testing import stand_in_for_cuda, stand_in_for_era
 stand_in_for_cuda()

@@ -12,6 +12,8 @@ from mcore_patch._cli.inspect_checkpoint import describe
 
 from .conftest import skip_unless_available
 
+pytestmark = pytest.mark.edges
+
 WEIGHTS = [Scenario(fmt=fmt, disk=disk) for fmt in ("torch_dist", "zarr", "torch") for disk in ("float32", "bfloat16")]
 RESUMED = [
     *(Scenario(then="resume", fmt=fmt) for fmt in ("torch_dist", "zarr", "torch")),

@@ -8,6 +8,8 @@ from harness.scenario import Dtype
 
 from .conftest import Runs, skip_unless_available
 
+pytestmark = pytest.mark.edges
+
 OPTIMIZERS = ["distributed", "plain", "offload", "offload-precision-aware", "layer-wise"]
 PLAIN = Scenario(fmt="torch", optimizer="plain")
 FIRST = {"order": "weights-first", "then": "nothing"}

@@ -14,7 +14,9 @@ IMPORT = """
 from mcore_patch.testing import stand_in_for_cuda, stand_in_for_era
 stand_in_for_cuda(); stand_in_for_era()
 import megatron.core.dist_checkpointing, megatron.core.optimizer, megatron.core.optimizer.distrib_optimizer
-import megatron.core.dist_checkpointing.strategies.fully_parallel
+import contextlib
+with contextlib.suppress(ModuleNotFoundError):  # 0.6 has none
+    import megatron.core.dist_checkpointing.strategies.fully_parallel
 """
 APPLY = "import mcore_patch; mcore_patch.apply(strict=True)\n"
 SNAPSHOT = """

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from harness import Scenario, Session
+from harness import Scenario, Session, release
+
+from .conftest import skip_unless_available
 
 DIST = Scenario()
 TORCH = Scenario(fmt="torch")
 IN_PLACE_FIRST = Scenario(order="weights-first", then="nothing")
+WIDE = pytest.mark.wide
+
+
+def _ring(fast: list[str], wide: list[str]) -> list[object]:
+    return [*fast, *(pytest.param(each, marks=WIDE) for each in wide)]
 
 
 @pytest.mark.parametrize("scenario", [DIST, TORCH], ids=str)
@@ -33,7 +40,7 @@ def test_a_second_optimizer_over_the_same_model_gets_the_checkpoints_values(sess
 
 
 @pytest.mark.parametrize("end", ["reload", "forward", "load", "death"])
-@pytest.mark.parametrize("scenario", [DIST, TORCH], ids=str)
+@pytest.mark.parametrize("scenario", [DIST, pytest.param(TORCH, marks=WIDE)], ids=str)
 def test_no_loaded_tensor_outlives_its_use(session: Session, scenario: Scenario, end: str) -> None:
     for remembered, after in session.behave("lifetime", scenario, end):
         assert remembered > 0, "nothing was remembered: the test proves nothing"
@@ -46,8 +53,13 @@ def test_a_load_that_loses_nothing_is_not_remembered(session: Session) -> None:
     assert all(count > 0 for count in session.behave("remembered_after_load", DIST))
 
 
-@pytest.mark.parametrize("scenario", [DIST, Scenario(save="parallel", load="parallel"), IN_PLACE_FIRST], ids=str)
+@pytest.mark.parametrize(
+    "scenario",
+    [Scenario(save="parallel", load="parallel"), *(pytest.param(each, marks=WIDE) for each in (DIST, IN_PLACE_FIRST))],
+    ids=str,
+)
 def test_no_collective_is_added(session: Session, scenario: Scenario) -> None:
+    skip_unless_available(scenario)
     stock, patched = (session.behave("collectives", scenario, patched) for patched in (False, True))
     assert any(stock[0].values()), "no collective was counted: the test proves nothing"
     assert patched == stock
@@ -57,15 +69,17 @@ def test_frozen_parameters_are_not_looked_at(session: Session) -> None:
     assert session.behave("frozen", TORCH) == [(0, 0)] * 2
 
 
-@pytest.mark.parametrize("layout", ["flat", "model", "model_0", "module.", "prefix"])
+@pytest.mark.parametrize("layout", _ring(["flat", "module."], ["model", "model_0", "prefix"]))
 def test_a_state_dict_may_be_in_any_layout_that_upstream_accepts(session: Session, layout: str) -> None:
+    if layout == "prefix" and release() < (0, 9):
+        pytest.skip("an optimizer of 0.6 to 0.8 knows no model, so a parameter goes by the whole name of its last load")
     assert session.behave("layouts", TORCH, layout) == [0, 0]
 
 
-@pytest.mark.parametrize("layout", ["model", "model_0", "module."])
+@pytest.mark.parametrize("layout", _ring(["model_0"], ["model", "module."]))
 def test_a_state_dict_of_several_chunks_may_be_in_any_layout(session: Session, layout: str) -> None:
-    scenario = Scenario(fmt="torch", pp=2, vpp=2, dp=1)
-    assert session.behave("layouts", scenario, layout) == [0, 0]
+    scenario = Scenario(fmt="torch", pp=3, vpp=2, dp=1)
+    assert session.behave("layouts", scenario, layout) == [0, 0, 0]
 
 
 def test_a_state_dict_that_does_not_fit_is_one_error_that_names_names_and_shapes(session: Session) -> None:
@@ -77,10 +91,10 @@ def test_a_state_dict_that_does_not_fit_is_one_error_that_names_names_and_shapes
 
 
 BAD_CHECKPOINTS = ["no such directory", "empty directory"]
-BAD_STATE_DICTS = ["extra", "missing", "shape", "meta", "non-contiguous", "non-finite"]
+REST_OF_THE_BAD = ["no such directory", "extra", "missing", "non-contiguous", "non-finite"]
 
 
-@pytest.mark.parametrize("what", BAD_CHECKPOINTS + BAD_STATE_DICTS)
+@pytest.mark.parametrize("what", _ring(["empty directory", "shape", "meta"], REST_OF_THE_BAD))
 def test_bad_input_does_what_it_does_in_stock(session: Session, what: str) -> None:
     scenario = DIST if what in BAD_CHECKPOINTS else TORCH
     stock, patched = (session.behave("bad_input", scenario, what, patched) for patched in (False, True))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Train stock, patched and never rounded on two ranks; exit code 0 if patched is never rounded, and stock is not."""
+    """Train stock, patched and never rounded on two ranks; 0 if patched is never rounded, and stock is not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(), help="where the picture goes (default: here)")
     parser.add_argument("--steps", type=int, default=30)
@@ -31,30 +31,30 @@ def main() -> int:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     cases = {"stock": ("reload", False), "patched": ("reload", True), "never rounded": ("masters_by_hand", False)}
     runs = {}
-    for title, (case, patched) in cases.items():
+    for title, (case, with_patch) in cases.items():
         print(f"{title}: load bf16 weights into an fp8 GPT, reload, train {chosen.steps} steps ...", flush=True)
         options = {"recipe": chosen.recipe, "disk": "bfloat16", "steps": chosen.steps}
-        runs[title] = run_ranks(fp8_pipelines.run, 2, case, patched, chosen.out, options, timeout=900)[0]
+        runs[title] = run_ranks(fp8_pipelines.run, 2, case, with_patch, chosen.out, options, timeout=900)[0]
     truth = runs["never rounded"].losses
     differences = {}
     for title, run in runs.items():
         differences[title] = [abs(loss - true) for loss, true in zip(run.losses, truth, strict=True)]
         losses = "  ".join(f"{loss:.6f}" for loss in run.losses[:5])
         worst = max(differences[title])
-        print(
-            f"  {title:13}  {run.differing:>7} of {run.total} masters differ  max |loss difference| {worst:.3g}  {losses}"
-        )
-    versions = f"megatron-core {metadata.version('megatron-core')}, Transformer Engine {metadata.version('transformer-engine')}"
+        masters = f"{run.differing} of {run.total} masters differ"
+        print(f"  {title:13}  {masters:>33}  max |loss difference| {worst:<8.3g}  {losses}")
+    stock, patched = runs["stock"], runs["patched"]
     subtitle = (
-        f"{versions}, {chosen.recipe}; masters unlike the checkpoint: stock {runs['stock'].differing:,}, patched "
+        f"megatron-core {metadata.version('megatron-core')}, Transformer Engine "
+        f"{metadata.version('transformer-engine')}, {chosen.recipe}; masters unlike the checkpoint: "
+        f"stock {stock.differing:,}, patched {patched.differing:,} of {stock.total:,}"
     )
-    subtitle += f"{runs['patched'].differing:,} of {runs['stock'].total:,}"
     chosen.out.mkdir(parents=True, exist_ok=True)
     picture = chosen.out / "bf16-to-fp8.png"
     title = "bf16 checkpoint, fp8 parameters: training against a run that was never rounded"
     draw(picture, title, subtitle, differences["stock"], differences["patched"])
     print(f"Picture: {picture}")
-    held = runs["patched"].differing == 0 and runs["patched"].losses == truth and runs["stock"].losses != truth
+    held = patched.differing == 0 and patched.losses == truth and stock.losses != truth
     print("OK: patched is never rounded, bit for bit." if held else "NOT OK: patched is not what was never rounded.")
     return 0 if held else 1
 
