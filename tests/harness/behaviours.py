@@ -368,7 +368,7 @@ def out_of_memory(scenario: Scenario, folder: Path) -> tuple[int, bool, list[str
     return _differing(optimizer, chunks, _as_model(chunks)), as_stock, heard
 
 
-# --------------------------------------------------------------------------------------------- optimizers, see test_optimizers
+# ------------------------------------------------------------------------------------ optimizers, see test_optimizers
 
 
 def after_training(scenario: Scenario, folder: Path, patched: bool) -> int:
@@ -428,7 +428,7 @@ def subclassed(scenario: Scenario, folder: Path) -> tuple[int, list[str]]:
 def stranger(scenario: Scenario, folder: Path) -> tuple[Any, int, list[tuple[str, str]]]:
     """A chain with an optimizer of a user's own class, reloaded with a state dict.
 
-    What that one was given (which keys), elements of the others that differ, and what the report says of its parameters.
+    What that one was given (which keys), elements of the others that differ, what the report says of its parameters.
     """
     from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
@@ -436,6 +436,7 @@ def stranger(scenario: Scenario, folder: Path) -> tuple[Any, int, list[tuple[str
 
     class Users(MegatronOptimizer):
         given: Any = None
+        is_stub_optimizer = False
 
         def reload_model_params(self, state_dict: Any = None) -> None:
             self.given = state_dict

@@ -48,7 +48,7 @@ def initialize_parallel(scenario: Scenario) -> None:
 
 
 def transformer_config(scenario: Scenario, dtype: torch.dtype) -> TransformerConfig:
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=scenario.layers,
         hidden_size=HIDDEN,
         ffn_hidden_size=FFN,
@@ -69,6 +69,9 @@ def transformer_config(scenario: Scenario, dtype: torch.dtype) -> TransformerCon
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
     )
+    # torch's norm, which stands in for the fused ones, has no sequence parallelism.
+    config.sequence_parallel = False
+    return config
 
 
 def bare_chunks(scenario: Scenario, dtype: torch.dtype) -> Chunks:

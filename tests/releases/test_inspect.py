@@ -16,7 +16,7 @@ pytestmark = pytest.mark.edges
 
 WEIGHTS = [Scenario(fmt=fmt, disk=disk) for fmt in ("torch_dist", "zarr", "torch") for disk in ("float32", "bfloat16")]
 RESUMED = [
-    *(Scenario(then="resume", fmt=fmt) for fmt in ("torch_dist", "zarr", "torch")),
+    *(Scenario(then="resume", fmt=fmt) for fmt in ("zarr", "torch")),
     Scenario(then="resume", optimizer="plain"),
     Scenario(then="resume", optimizer="plain", fmt="torch"),
     Scenario(then="resume", sharding="fully_sharded_bucket_space"),
