@@ -64,7 +64,9 @@ def constraints_of(line: ReleaseLine) -> Path:
 
 def constraints(line: ReleaseLine) -> str:
     """The set that the tests of the newest release of a line run with."""
-    pins = [f"megatron-core=={line.releases[-1]}", *PINS, *line.also_needs]
+    pins = [f"megatron-core=={line.releases[-1]}", *PINS]
+    # torch asks for a newer setuptools than megatron-core's old imports bear, but runs with that one.
+    pins += [f"# and then, with pip install --no-deps: {each}" for each in line.also_needs]
     return f"{HEADER}# For Python {python_of(line)}.\n" + "\n".join(pins) + "\n"
 
 
@@ -131,6 +133,7 @@ deps =
     te: onnxscript
     te: triton
 commands_pre =
+    {_lines(each for line in LINES for release in line.releases for each in _afterwards(line, release))}
     {_lines(f"mcore{release}: python -m pip install -q --no-deps megatron-core=={release}" for release in releases)}
     {_lines(f"te{te}: python -m pip install -q --no-deps transformer-engine=={te}" for te in te_releases)}
 commands =
@@ -144,7 +147,7 @@ description = style, types, and generated files that are up to date
 base_python = py311
 deps =
     ruff==0.15.*
-    mypy==1.19.*
+    mypy==2.4.*
     {TORCH}
     numpy<2
 commands_pre =
@@ -213,7 +216,12 @@ def ring(release: str) -> str:
 
 
 def _deps_of(line: ReleaseLine) -> list[str]:
-    return [f"-c {{tox_root}}/constraints/{constraints_of(line).name}", *line.also_needs]
+    return [f"-c {{tox_root}}/constraints/{constraints_of(line).name}"]
+
+
+def _afterwards(line: ReleaseLine, release: str) -> list[str]:
+    """What pip installs without dependencies, once torch is there."""
+    return [f"mcore{release}: python -m pip install -q --no-deps {each}" for each in line.also_needs]
 
 
 # The newest release that Python 3.11 can install, and the newest pair of every run.

@@ -72,7 +72,7 @@ class Status:
     @property
     def problems(self) -> tuple[str, ...]:
         """One sentence per needed target that is left unpatched; one in all if the release is not covered."""
-        if self.reason not in (None, Reason.RELEASE_ABSENT):
+        if self.reason is not None and self.reason is not Reason.RELEASE_ABSENT:
             return (f"nothing is patched: {self.detail} [{self.reason.value}]",)
         return tuple(
             f"{t.id} is not patched: {t.detail} ({t.target}) [{t.reason.value if t.reason else ''}]"

@@ -102,7 +102,7 @@ class Reporter:
 
 def summary(records: list[MasterRecord]) -> str:
     """One line: how many masters came from where, and why not from the checkpoint."""
-    tensors = Counter(record.source for record in records)
+    tensors: Counter[str] = Counter(record.source for record in records)
     elements: Counter[str] = Counter()
     for record in records:
         elements[record.source] += record.numel

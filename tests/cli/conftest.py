@@ -29,7 +29,7 @@ def python(tmp_path: Path) -> Python:
             env={**base, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
         )
 
     return run

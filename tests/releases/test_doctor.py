@@ -51,7 +51,7 @@ def doctor(folder: Path, *arguments: str, code: int, prepare: str = PREPARE, **e
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == code, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -100,16 +100,9 @@ def verifying() -> Iterator[Session]:
 
 @pytest.mark.parametrize("scenario", [Scenario(), Scenario(optimizer="plain", fmt="torch")], ids=str)
 def test_masters_are_verified_on_every_rank(verifying: Session, scenario: Scenario) -> None:
-    answers = verifying.call(scenario.world_size, _log_lines, scenario, verifying.checkpoint(scenario))
-    for rank, lines in enumerate(answers):
+    for rank, lines in enumerate(verifying.behave("log_lines", scenario)):
         [verified] = [(level, text) for level, text in lines if "verified" in text]
         assert verified[0] == "INFO"
         assert f"rank {rank}: reload_model_params: verified " in verified[1]
         assert "verified 0 masters" not in verified[1]
         assert verified[1].endswith(": 0 differ from their source")
-
-
-def _log_lines(*args: Any) -> Any:
-    from harness import behaviours
-
-    return behaviours.log_lines(*args)
