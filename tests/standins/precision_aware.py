@@ -96,7 +96,7 @@ def scaled(values: torch.Tensor) -> torch.Tensor:
 
 
 def differing_fp16(pipeline: f.Pipeline, state: State) -> f.Count:
-    """As ``fp8_model.differing``, for masters that FusedAdam holds in fp16; checks the bound that is documented, too."""
+    """As ``fp8_model.differing``, for masters that FusedAdam holds in fp16; checks the documented bound, too."""
     counts = torch.zeros(2, dtype=torch.int64)
     for master in f.masters(pipeline):
         exact = master.part_of(state[master.name])
@@ -254,7 +254,10 @@ def resume(
         resumed.optimizer.load_parameter_state(str(place / "optimizer.pt"))
     pairs = zip(wanted, (master.values for master in f.masters(resumed)), strict=True)
     wrong = sum(int((a.view(torch.int32) != b.contiguous().view(torch.int32)).sum()) for a, b in pairs)
-    moved = sum(int((a != master.part_of(master.parameter)).sum()) for a, master in zip(wanted, f.masters(resumed)))
+    moved = sum(
+        int((values != master.part_of(master.parameter)).sum())
+        for values, master in zip(wanted, f.masters(resumed), strict=True)
+    )
     return resumed, state, (wrong, moved)
 
 
@@ -267,7 +270,7 @@ def _sharded(pipeline: f.Pipeline, sharding: str, is_loading: bool) -> Any:
     return pipeline.optimizer.sharded_state_dict(model, is_loading=is_loading, **chosen)
 
 
-def fp32_parameters(options: f.Options, disk: torch.dtype) -> tuple[f.Pipeline, State, Any]:
+def fp32_parameters(options: f.Options, disk: torch.dtype, mode: str) -> tuple[f.Pipeline, State, Any]:
     """Norms stay fp32. ``extra``: elements of FusedAdam's copies of them that are not the loaded ones; how many."""
     model = f.build_model(options)
     # Float16Module casts them where it wraps the model.
@@ -292,7 +295,7 @@ def fp32_parameters(options: f.Options, disk: torch.dtype) -> tuple[f.Pipeline, 
     for part in getattr(pipeline.optimizer, "chained_optimizers", [pipeline.optimizer]):
         for shard in (shard for group in part.shard_fp32_groups for shard in group):
             copy = part.optimizer.get_unscaled_state(shard, "master_param")
-            wanted = shard if copy.dtype is not torch.float16 else scaled(shard)
+            wanted = scaled(shard) if mode == "fp16" else shard
             wrong, total = wrong + int((copy != wanted).sum()), total + copy.numel()
     return pipeline, state, (wrong, total)
 
