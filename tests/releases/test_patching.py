@@ -55,7 +55,12 @@ def python(code: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "code", [APPLY + IMPORT, IMPORT + APPLY, APPLY + IMPORT + APPLY], ids=["before", "after", "both"]
+    "code",
+    [
+        pytest.param(APPLY + IMPORT, id="before", marks=pytest.mark.edges),
+        pytest.param(IMPORT + APPLY, id="after", marks=pytest.mark.edges),
+        pytest.param(APPLY + IMPORT + APPLY, id="both"),
+    ],
 )
 def test_every_target_is_patched_and_verified_whenever_apply_is_called(code: str) -> None:
     targets = json.loads(python(code + REPORT))
@@ -82,6 +87,7 @@ print('ok')
     assert python(code) == "ok"
 
 
+@pytest.mark.edges
 def test_the_switch_in_the_environment_leaves_everything_alone() -> None:
     code = f"""{IMPORT}{SNAPSHOT}
 before = snapshot()
@@ -92,6 +98,7 @@ print('ok')
     assert python(code, MCORE_PATCH="0") == "ok"
 
 
+@pytest.mark.edges
 def test_apply_imports_neither_torch_nor_megatron() -> None:
     assert python(
         "import sys, mcore_patch; mcore_patch.apply()\nprint('torch' in sys.modules, 'megatron' in sys.modules)"

@@ -11,10 +11,11 @@ DIST = Scenario()
 TORCH = Scenario(fmt="torch")
 IN_PLACE_FIRST = Scenario(order="weights-first", then="nothing")
 WIDE = pytest.mark.wide
+EDGES = pytest.mark.edges
 
 
-def _ring(fast: list[str], wide: list[str]) -> list[object]:
-    return [*fast, *(pytest.param(each, marks=WIDE) for each in wide)]
+def _ring(fast: list[str], slow: list[str], ring: pytest.MarkDecorator = WIDE) -> list[object]:
+    return [*fast, *(pytest.param(each, marks=ring) for each in slow)]
 
 
 @pytest.mark.parametrize("scenario", [DIST, TORCH], ids=str)
@@ -22,6 +23,7 @@ def test_a_second_reload_keeps_the_checkpoints_values(session: Session, scenario
     assert session.behave("reload_twice", scenario) == [[0, 0]] * 2
 
 
+@EDGES
 def test_a_reload_after_training_has_begun_is_stocks(session: Session) -> None:
     assert session.behave("reload_after_forward", DIST) == [0, 0]
 
@@ -35,11 +37,12 @@ def test_a_second_load_replaces_what_the_first_left(session: Session, second: st
     assert (answers[0]["first"] == 0) == (second == "float32"), "both checkpoints have the same fp32 values"
 
 
+@EDGES
 def test_a_second_optimizer_over_the_same_model_gets_the_checkpoints_values(session: Session) -> None:
     assert session.behave("two_optimizers", IN_PLACE_FIRST) == [[0, 0]] * 2
 
 
-@pytest.mark.parametrize("end", ["reload", "forward", "load", "death"])
+@pytest.mark.parametrize("end", _ring(["reload", "forward"], ["load", "death"], EDGES))
 @pytest.mark.parametrize("scenario", [DIST, pytest.param(TORCH, marks=WIDE)], ids=str)
 def test_no_loaded_tensor_outlives_its_use(session: Session, scenario: Scenario, end: str) -> None:
     for remembered, after in session.behave("lifetime", scenario, end):
