@@ -84,7 +84,7 @@ def release_environments() -> list[str]:
 def fp8_environments(fast: bool) -> list[str]:
     """One tox environment per pair of megatron-core and Transformer Engine, on the ring that it belongs to."""
     python = {release: python_of(line).replace(".", "") for line in LINES for release in line.releases}
-    return [f"py{python[pair.mcore]}-mcore{pair.mcore}-te{pair.te}" for pair in PAIRS if pair.fast is fast]
+    return [f"py{python[pair.mcore]}-mcore{pair.mcore}-te{pair.te}-fp8" for pair in PAIRS if pair.fast is fast]
 
 
 def tox_ini() -> str:
@@ -117,7 +117,7 @@ pass_env =
     UV_*
 set_env =
     OMP_NUM_THREADS = 1
-    te: TORCHDYNAMO_DISABLE = 1
+    fp8: TORCHDYNAMO_DISABLE = 1
 extras =
     test
 deps =
@@ -129,18 +129,18 @@ deps =
     tensorstore
     zarr<3
     {_lines(f"mcore{release}: {each}" for line in LINES for release in line.releases for each in _deps_of(line))}
-    te: pydantic
-    te: onnxscript
-    te: triton
+    fp8: pydantic
+    fp8: onnxscript
+    fp8: triton
 commands_pre =
     {_lines(each for line in LINES for release in line.releases for each in _afterwards(line, release))}
     {_lines(f"mcore{release}: python -m pip install -q --no-deps megatron-core=={release}" for release in releases)}
     {_lines(f"te{te}: python -m pip install -q --no-deps transformer-engine=={te}" for te in te_releases)}
 commands =
-    {_lines(f'mcore{each}-!te-!wide: pytest tests/releases -m "{ring(each)}" {{posargs}}' for each in releases)}
-    !te-wide: pytest tests/releases {{posargs}}
-    te-!wide: pytest tests/fp8 -m "not wide" {{posargs}}
-    te-wide: pytest tests/fp8 {{posargs}}
+    {_lines(f'mcore{each}-!fp8-!wide: pytest tests/releases -m "{ring(each)}" {{posargs}}' for each in releases)}
+    !fp8-wide: pytest tests/releases {{posargs}}
+    fp8-!wide: pytest tests/fp8 -m "not wide" {{posargs}}
+    fp8-wide: pytest tests/fp8 {{posargs}}
 
 [testenv:lint]
 description = style, types, and generated files that are up to date

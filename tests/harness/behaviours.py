@@ -519,3 +519,22 @@ def untouched(scenario: Scenario, folder: Path) -> tuple[int, int, int]:
     of_model = {parameter.untyped_storage().data_ptr() for _, _, parameter in parameters_of(chunks)}
     masters = [master for _, master, _ in measure.masters_of(optimizer) if master.dtype is torch.float32]
     return remembered, len(mcore_patch.report()), sum(m.untyped_storage().data_ptr() not in of_model for m in masters)
+
+
+def mimo(scenario: Scenario, folder: Path) -> tuple[int, int, int]:
+    """Elements that differ under a MimoOptimizer after a reload, and after one with a state dict of the whole model.
+
+    One module trains on these ranks, another one elsewhere. And the number of optimizers here.
+    """
+    from megatron.core.models.mimo.optimizer import MimoOptimizer, ModuleOptimizerInfo
+
+    truth, chunks, optimizer = _start(scenario, folder)
+    here = ModuleOptimizerInfo(optimizer, None, None, True)
+    elsewhere = ModuleOptimizerInfo(None, None, None, False)
+    whole = MimoOptimizer({"language": here, "images": elsewhere}, measure.optimizers_of(optimizer)[0].config)
+    loaded = p.load(scenario, folder, chunks)
+    whole.reload_model_params()
+    after_reload = _differing(optimizer, chunks, truth)
+    named = {f"language_model.{name}": value for name, value in loaded["model"].items()}
+    whole.reload_model_params({**named, "images.projection.weight": torch.zeros(2)})
+    return after_reload, _differing(optimizer, chunks, truth), len(whole._active_optimizers)

@@ -110,7 +110,7 @@ def wrap_float16(chunks: Chunks, mixed: bool = False) -> Chunks:
 
 
 def wrap_ddp(scenario: Scenario, chunks: Chunks) -> Chunks:
-    distributed = scenario.optimizer not in ("plain", "layer-wise")
+    distributed = scenario.distributed
     kwargs: dict[str, Any]
     if "ddp_config" in inspect.signature(DistributedDataParallel.__init__).parameters:
         from megatron.core.distributed import DistributedDataParallelConfig
@@ -126,10 +126,22 @@ def wrap_ddp(scenario: Scenario, chunks: Chunks) -> Chunks:
     if "data_parallel_group" in inspect.signature(DistributedDataParallel.__init__).parameters:  # 0.6, 0.7
         kwargs["data_parallel_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
         kwargs["expert_data_parallel_group"] = parallel_state.get_data_modulo_expert_parallel_group()
+    layouts = _layouts(chunks, kwargs["ddp_config"]) if scenario.optimizer == "muon-layout" else [{}] * len(chunks)
     return [
-        DistributedDataParallel(chunk.config, module=chunk, disable_bucketing=index > 0, **kwargs)
-        for index, chunk in enumerate(chunks)
+        DistributedDataParallel(chunk.config, module=chunk, disable_bucketing=index > 0, **kwargs, **layout)
+        for index, (chunk, layout) in enumerate(zip(chunks, layouts, strict=True))
     ]
+
+
+def _layouts(chunks: Chunks, ddp_config: Any) -> list[dict[str, Any]]:
+    """Buffers of their own for what the layer-wise optimizer steps, as Megatron-LM's training makes them (0.18+)."""
+    from megatron.core.optimizer import layer_wise_optimizer as layer_wise
+
+    layer_wise.tag_params_for_buffer_routing(chunks)
+    size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    compute = layer_wise.LayerWiseDistributedOptimizer.compute_full_param_layout
+    trained = [[each for each in chunk.parameters() if each.requires_grad] for chunk in chunks]
+    return [{"full_param_layout": compute(parameters, None, size, ddp_config)} for parameters in trained]
 
 
 def build_optimizer(scenario: Scenario, chunks: Chunks, dtype: torch.dtype) -> Any:
@@ -140,17 +152,29 @@ def build_optimizer(scenario: Scenario, chunks: Chunks, dtype: torch.dtype) -> A
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
         params_dtype=dtype,
-        use_distributed_optimizer=scenario.optimizer not in ("plain", "layer-wise"),
+        use_distributed_optimizer=scenario.distributed and not scenario.optimizer.startswith("muon"),
         **({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0} if offload else {}),
         **({"use_precision_aware_optimizer": True} if scenario.optimizer == "offload-precision-aware" else {}),
     )
     if scenario.optimizer == "layer-wise":
         return _layer_wise(config, chunks)
+    if scenario.optimizer.startswith("muon"):
+        return _muon(config, chunks, layer_wise=scenario.optimizer != "muon")
     return get_megatron_optimizer(config, chunks)
 
 
+def _muon(config: OptimizerConfig, chunks: Chunks, layer_wise: bool) -> Any:
+    from megatron.core.optimizer.muon import get_megatron_muon_optimizer
+
+    if not hasattr(config, "use_layer_wise_distributed_optimizer"):  # 0.16, 0.17
+        return get_megatron_muon_optimizer(config, chunks, layer_wise_distributed_optimizer=layer_wise)
+    return get_megatron_optimizer(
+        replace(config, optimizer="muon", use_layer_wise_distributed_optimizer=layer_wise), chunks
+    )
+
+
 def _layer_wise(config: OptimizerConfig, chunks: Chunks) -> Any:
-    """As Muon's factory builds it, with Adam for all parameters: Muon itself is not in megatron-core's wheel."""
+    """As Muon's factory builds it, with Adam for all parameters: Muon itself needs another package."""
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
 

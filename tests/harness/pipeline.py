@@ -57,7 +57,7 @@ def write(writer: Scenario, folder: Path) -> None:
         state = _keyed(chunks, lambda chunk: chunk.state_dict())
         if optimizer is not None:
             state["optimizer"] = optimizer.state_dict()
-            if _saves_by_itself(writer):
+            if writer.distributed:
                 optimizer.save_parameter_state(str(_optimizer_file(folder)))
         if parallel_state.get_data_parallel_rank() == 0 or writer.ep > 1:
             torch.save(state, _rank_file(folder))
@@ -89,11 +89,6 @@ def _trained(writer: Scenario) -> tuple[Chunks, Any]:
             for shard, stepped in getattr(part.optimizer, "param_to_inner_param", {}).items():
                 shard.copy_(stepped)
     return chunks, optimizer
-
-
-def _saves_by_itself(scenario: Scenario) -> bool:
-    """Whether the optimizer's tensors go into a file of their own beside its state dict (format torch)."""
-    return scenario.optimizer not in ("plain", "layer-wise")
 
 
 def _seeded_masters(scenario: Scenario, chunks: Chunks) -> Truth:
@@ -171,7 +166,7 @@ def build_and_load(scenario: Scenario, mode: Mode, folder: Path, truth: Truth) -
         optimizer.load_state_dict(optimizer.state_dict())
     elif scenario.then == "resume":
         optimizer.load_state_dict(loaded["optimizer"])
-        if scenario.fmt == "torch" and _saves_by_itself(scenario):
+        if scenario.fmt == "torch" and scenario.distributed:
             optimizer.load_parameter_state(str(_optimizer_file(folder)))
         truth = _seeded_masters(scenario, chunks)
     return Pipeline(scenario, mode, folder, chunks, optimizer, truth, loaded)

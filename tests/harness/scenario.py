@@ -7,6 +7,19 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 Dtype = Literal["float32", "float16", "bfloat16"]
+Optimizer = Literal[
+    "distributed",
+    "plain",
+    "offload",
+    "offload-precision-aware",
+    "layer-wise",
+    "muon",
+    "muon-layer-wise",
+    "muon-layout",
+]
+"""plain: no distributed optimizer; layer-wise: with Adam for all parameters; muon-layout: the layer-wise optimizer for
+matrices beside a distributed one for the rest.
+"""
 Mode = Literal["stock", "native", "patched", "patched-native"]
 """stock: the release as it is; patched: with mcore_patch; native: ``reload_model_params`` gets ``state_dict=``."""
 
@@ -42,7 +55,7 @@ class Scenario:
     """Norms stay fp32 in a 16-bit model."""
 
     # The pipeline
-    optimizer: Literal["distributed", "plain", "offload", "offload-precision-aware", "layer-wise"] = "distributed"
+    optimizer: Optimizer = "distributed"
     instances: int = 1
     """Instances of the distributed optimizer: data-parallel ranks that share out masters are as many times fewer."""
     order: Literal["optimizer-first", "weights-first", "before-ddp"] = "optimizer-first"
@@ -59,6 +72,11 @@ class Scenario:
     @property
     def world_size(self) -> int:
         return max(self.dp, self.ep) * self.tp * self.pp
+
+    @property
+    def distributed(self) -> bool:
+        """Whether gradients go to buffers that a distributed optimizer shares out."""
+        return self.optimizer in ("distributed", "offload", "offload-precision-aware", "muon-layout")
 
     @property
     def layers(self) -> int:
@@ -94,8 +112,14 @@ def unavailable(scenario: Scenario, release: tuple[int, ...], mode: Mode = "stoc
         return "CPU offloading has come in 0.12"
     if scenario.optimizer == "offload" and scenario.then == "resume":
         return "upstream fails with a KeyError where HybridDeviceOptimizer steps fp32 masters (0.12 to 0.19)"
-    if scenario.optimizer == "layer-wise" and release < (0, 16):
-        return "the layer-wise distributed optimizer has come in 0.16"
+    if scenario.optimizer in ("layer-wise", "muon", "muon-layer-wise") and release < (0, 16):
+        return "the layer-wise distributed optimizer and Muon have come in 0.16"
+    if scenario.optimizer == "muon-layout" and release < (0, 18):
+        return "a distributed optimizer beside the layer-wise one has come in 0.18"
+    if scenario.optimizer.startswith("muon") and find_spec("emerging_optimizers") is None:
+        return "emerging-optimizers is not installed"
+    if scenario.optimizer == "plain" and scenario.params == "float32" and release < (0, 7):
+        return "FP32Optimizer is abstract in 0.6"
     if scenario.instances > 1 and release < (0, 10):
         return "several instances of the distributed optimizer have come in 0.10"
     if scenario.sharding is not None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from harness import Scenario, Session, release
-from harness.scenario import Dtype
+from harness.scenario import Dtype, Optimizer
 
 from .conftest import Runs, skip_unless_available
 
 pytestmark = pytest.mark.edges
 
-OPTIMIZERS = ["distributed", "plain", "offload", "offload-precision-aware", "layer-wise"]
+OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 PLAIN = Scenario(fmt="torch", optimizer="plain")
 FIRST = {"order": "weights-first", "then": "nothing"}
 
@@ -81,6 +83,11 @@ def test_a_state_dict_reaches_optimizers_that_know_no_model(session: Session, sc
 
 def test_a_state_dict_is_refused_where_no_load_told_the_names(session: Session) -> None:
     assert all("no load of it was seen" in answer for answer in session.behave("names_unknown", PLAIN))
+
+
+@pytest.mark.skipif(release() < (0, 17), reason="MimoOptimizer has come in 0.17")
+def test_a_mimo_optimizer_hands_on_what_it_is_given(session: Session) -> None:
+    assert session.behave("mimo", Scenario(fmt="torch")) == [(0, 0, 1)] * 2
 
 
 @pytest.mark.parametrize("then", ["build", "reload", "state"])
