@@ -66,8 +66,13 @@ def test_every_target_is_patched_and_verified_whenever_apply_is_called(code: str
     targets = json.loads(python(code + REPORT))
     by_state = {state: [name for name, found, _ in targets if found == state] for _, state, _ in targets}
     assert set(by_state) <= {"applied", "not-needed", "pending"}, by_state
-    # The zarr strategies are imported only when zarr is used.
-    assert set(by_state.get("pending", [])) <= {"tensorstore_load", "two_stage_load"}
+    # The zarr strategies are imported only when zarr is used, the layer-wise optimizer (0.16, 0.17) when it is.
+    assert set(by_state.get("pending", [])) <= {
+        "tensorstore_load",
+        "two_stage_load",
+        "layer_wise_init",
+        "layer_wise_load",
+    }
     assert {verdict for _, state, verdict in targets if state == "applied"} == {"verified"}
 
 
