@@ -69,14 +69,17 @@ class ReleaseLine:
 
     A target that is absent from `targets` is in none of the releases; a build of this line that has it all the same (a
     commit on the way to the next line) is judged by the other lines' checks. `native` says in one sentence what
-    upstream does by itself. `requires_python` is what the wheels say, or, where they say nothing, what they were
-    built for. `also_needs` are requirements that its releases import and do not declare, where today's
+    upstream does by itself. `pythons` are those from 3.10 on that its wheels are built for and allow. `torch` is the
+    newest that there was when the line came out (for the newest line, the newest of all), and `numpy_2` whether its
+    releases run with numpy 2. `also_needs` are requirements that its releases import and do not declare, where today's
     versions will not do.
     """
 
     name: str
     releases: tuple[str, ...]
-    requires_python: str
+    pythons: tuple[str, ...]
+    torch: str
+    numpy_2: bool
     native: str
     quirks: Quirks
     targets: Mapping[str, Checked]

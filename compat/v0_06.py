@@ -7,7 +7,9 @@ from ._schema import Checked, Quirks, ReleaseLine
 LINE = ReleaseLine(
     name="0.6",
     releases=("0.6.0",),
-    requires_python="<3.12",
+    pythons=("3.10", "3.11"),
+    torch="2.1.2",
+    numpy_2=False,
     native="Masters are built and reloaded from the parameters, which are 16-bit whatever is on disk.",
     quirks=Quirks(
         reload_accepts_state_dict=False,

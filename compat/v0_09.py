@@ -7,7 +7,9 @@ from ._schema import Checked, Quirks, ReleaseLine
 LINE = ReleaseLine(
     name="0.9",
     releases=("0.9.0",),
-    requires_python="<3.12",
+    pythons=("3.10", "3.11"),
+    torch="2.5.1",
+    numpy_2=False,
     native=(
         "Masters are built and reloaded from the parameters, which for quantized parameters means from values that "
         "were quantized, or a stale initial value."

@@ -7,7 +7,9 @@ from ._schema import Checked, Pair, Quirks, ReleaseLine
 LINE = ReleaseLine(
     name="0.10",
     releases=("0.10.0",),
-    requires_python="",
+    pythons=("3.10", "3.11"),
+    torch="2.6.0",
+    numpy_2=False,
     native=(
         "Masters are built and reloaded from the parameters, which for quantized parameters means from values that "
         "were quantized, or a stale initial value."

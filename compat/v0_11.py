@@ -7,7 +7,9 @@ from ._schema import Checked, Pair, Quirks, ReleaseLine
 LINE = ReleaseLine(
     name="0.11",
     releases=("0.11.0",),
-    requires_python="",
+    pythons=("3.10", "3.11"),
+    torch="2.6.0",
+    numpy_2=False,
     native="As 0.10; with the precision-aware optimizer a reload does nothing.",
     quirks=Quirks(
         reload_accepts_state_dict=False,

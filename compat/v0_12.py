@@ -7,7 +7,9 @@ from ._schema import Checked, Pair, Quirks, ReleaseLine
 LINE = ReleaseLine(
     name="0.12",
     releases=("0.12.0", "0.12.1", "0.12.2", "0.12.3"),
-    requires_python="",
+    pythons=("3.10", "3.11"),
+    torch="2.7.0",
+    numpy_2=False,
     native=(
         "As 0.11; fp8 parameters keep their random initial value in high precision, and a later built optimizer takes "
         "its masters from it."

@@ -7,7 +7,9 @@ from ._schema import Checked, Pair, Quirks, ReleaseLine
 LINE = ReleaseLine(
     name="0.13",
     releases=("0.13.0", "0.13.1"),
-    requires_python=">=3.10",
+    pythons=("3.10", "3.11"),
+    torch="2.7.1",
+    numpy_2=False,
     native="As 0.12; a reload dequantizes fp8 parameters.",
     quirks=Quirks(
         reload_accepts_state_dict=False,

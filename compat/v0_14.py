@@ -7,7 +7,9 @@ from ._schema import Checked, Pair, Quirks, ReleaseLine
 LINE = ReleaseLine(
     name="0.14",
     releases=("0.14.0",),
-    requires_python=">=3.10",
+    pythons=("3.10", "3.11", "3.12", "3.13"),
+    torch="2.8.0",
+    numpy_2=False,
     native=(
         "An opt-in flag hands the state dict to reload_model_params, for the distributed optimizer only; it finds "
         "names by substring, misses experts in a chain, and gets bf16 from an fp32 torch_dist checkpoint."

@@ -7,7 +7,9 @@ from ._schema import Checked, Pair, Quirks, ReleaseLine
 LINE = ReleaseLine(
     name="0.15",
     releases=("0.15.0", "0.15.1", "0.15.2", "0.15.3"),
-    requires_python=">=3.10",
+    pythons=("3.10", "3.11", "3.12", "3.13"),
+    torch="2.9.1",
+    numpy_2=False,
     native="As 0.14.",
     quirks=Quirks(
         reload_accepts_state_dict=True,

@@ -7,7 +7,9 @@ from ._schema import Checked, Pair, Quirks, ReleaseLine
 LINE = ReleaseLine(
     name="0.16",
     releases=("0.16.0", "0.16.1"),
-    requires_python=">=3.10",
+    pythons=("3.10", "3.11", "3.12", "3.13"),
+    torch="2.10.0",
+    numpy_2=True,
     native="As 0.15; the zarr format is gone.",
     quirks=Quirks(
         reload_accepts_state_dict=True,

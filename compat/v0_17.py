@@ -7,7 +7,9 @@ from ._schema import Checked, Pair, Quirks, ReleaseLine
 LINE = ReleaseLine(
     name="0.17",
     releases=("0.17.0", "0.17.1"),
-    requires_python=">=3.12",
+    pythons=("3.12", "3.13"),
+    torch="2.11.0",
+    numpy_2=True,
     native="As 0.16, but names are found by suffix.",
     quirks=Quirks(
         reload_accepts_state_dict=True,

@@ -7,7 +7,9 @@ from ._schema import Checked, Pair, Quirks, ReleaseLine
 LINE = ReleaseLine(
     name="0.18",
     releases=("0.18.0", "0.18.2"),
-    requires_python=">=3.12",
+    pythons=("3.12", "3.13"),
+    torch="2.12.1",
+    numpy_2=True,
     native=(
         "As 0.17, but a chain gives every optimizer its part of the state dict, and grouped weights are renamed for "
         "the match."

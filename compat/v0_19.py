@@ -7,7 +7,9 @@ from ._schema import Checked, Pair, Quirks, ReleaseLine
 LINE = ReleaseLine(
     name="0.19",
     releases=("0.19.0", "0.19.2"),
-    requires_python=">=3.12",
+    pythons=("3.12", "3.13"),
+    torch="2.15.0",
+    numpy_2=True,
     native=(
         "As 0.18, but by default a checkpoint is quantized again while it loads, so the opt-in flag builds masters "
         "from quantized values."

@@ -17,11 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_patch.compat import LINES, TARGETS, Checked, ReleaseLine
+from packaging.specifiers import SpecifierSet
 
 from mcore_patch._engine.source import find_target, package_in
 from mcore_patch._engine.versions import release_of
 
 Checks = dict[str, Checked]
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 _WIDTH = 120
 _DRAFT = "DRAFT, read the releases: "
 
@@ -40,7 +42,7 @@ def main() -> None:
     nearest = nearest_line(name)
     for line in moved(checks, nearest):
         print(line, file=sys.stderr)
-    print(draft(name, tuple(paths), requires_python(next(reversed(paths.values()))), checks, nearest), end="")
+    print(draft(name, tuple(paths), pythons(requires_python(paths[next(reversed(paths))])), checks, nearest), end="")
 
 
 def read(paths: dict[str, Path]) -> Checks:
@@ -94,7 +96,14 @@ def requires_python(path: Path) -> str:
     return ""
 
 
-def draft(name: str, releases: tuple[str, ...], python: str, checks: Checks, nearest: ReleaseLine | None) -> str:
+def pythons(required: str) -> tuple[str, ...]:
+    """Return the Pythons of the tests that Requires-Python allows."""
+    return tuple(python for python in PYTHONS if python in SpecifierSet(required))
+
+
+def draft(
+    name: str, releases: tuple[str, ...], pythons: tuple[str, ...], checks: Checks, nearest: ReleaseLine | None
+) -> str:
     """Return the module's text, as `ruff format` would lay it out."""
     lines = [
         f'"""What was checked in megatron-core {name}. Drafted by scripts/release_line.py."""',
@@ -106,7 +115,9 @@ def draft(name: str, releases: tuple[str, ...], python: str, checks: Checks, nea
         "LINE = ReleaseLine(",
         f'    name="{name}",',
         f"    releases={_tuple(releases)},",
-        f'    requires_python="{python}",',
+        f"    pythons={_tuple(pythons)},",
+        f'    torch="{nearest.torch if nearest else ""}",',
+        f"    numpy_2={nearest is None or nearest.numpy_2},",
     ]
     native = nearest.native if nearest else ""
     if (nearest is None or nearest.name != name) and not native.startswith(_DRAFT):

@@ -75,7 +75,7 @@ def script() -> ModuleType:
 def test_a_line_is_written_as_the_script_writes_it(script: ModuleType, line: ReleaseLine) -> None:
     major, minor = line.key
     path = Path(compat.__file__).with_name(f"v{major}_{minor:02}.py")
-    written = script.draft(line.name, line.releases, line.requires_python, dict(line.targets), line)
+    written = script.draft(line.name, line.releases, line.pythons, dict(line.targets), line)
     assert written[written.index("LINE = ") :] in path.read_text(encoding="utf-8")
 
 
@@ -96,9 +96,9 @@ def test_the_script_drafts_a_new_line_and_tells_what_moved(script: ModuleType, t
     assert f"torch_dist_load: gone since {nearest.name}" in moved
     assert f"fp32_reload: same signature as in {nearest.name}, other source" in moved
     assert any(text.startswith("dist_load: signature (a); ") for text in moved)
-    draft = script.draft("0.20", ("0.20.0",), script.requires_python(tmp_path), checks, nearest)
+    draft = script.draft("0.20", ("0.20.0",), script.pythons(script.requires_python(tmp_path)), checks, nearest)
     namespace: dict[str, ReleaseLine] = {"__name__": "mcore_patch.compat.v0_20"}
     exec(draft, namespace)
-    assert namespace["LINE"].requires_python == ">=3.13"
+    assert namespace["LINE"].pythons == ("3.13",)
     assert namespace["LINE"].native.startswith("DRAFT")
     assert namespace["LINE"].targets["dist_load"].signatures == ("(a)",)
