@@ -1,5 +1,7 @@
 """Writes what is generated from compat/: tox.ini, constraints/, and the tables between the marks in README.md.
 
+And docs/what-was-run.md, from docs/ran.json; see scripts/ran.py.
+
     python scripts/generate.py            write
     python scripts/generate.py --check    write nothing; exit 1 and name what is stale
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import ran
 from mcore_patch.compat import LINES, PAIRS, ReleaseLine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,7 +58,7 @@ def main() -> int:
 def generated() -> dict[Path, str]:
     """What each generated file has to hold."""
     readme = ROOT / "README.md"
-    files = {ROOT / "tox.ini": tox_ini(), readme: with_tables(readme.read_text())}
+    files = {ROOT / "tox.ini": tox_ini(), readme: with_tables(readme.read_text()), ran.TABLE: ran.page(ran.read())}
     return files | {constraints_of(line): constraints(line) for line in LINES}
 
 
@@ -119,12 +122,23 @@ def end_environments() -> list[str]:
     return [f"py{python}-{pair}-ends" for python in sorted(pythons) for pair in pairs]
 
 
+def wide_environments() -> list[str]:
+    """Every scenario on every release, and every fp8 pair."""
+    names = [*release_environments(), *fp8_environments(fast=True), *fp8_environments(fast=False)]
+    return [f"{name}-wide" for name in names]
+
+
+def environments() -> list[str]:
+    """The environments that run tests, in every ring."""
+    rings = (wide_environments(), era_environments(), end_environments())
+    fast = ["unit", *release_environments(), *fp8_environments(fast=True)]
+    return [*fast, *(name for ring in rings for name in ring)]
+
+
 def tox_ini() -> str:
     """tox.ini."""
     releases = [release for line in LINES for release in line.releases]
-    wide = [f"{name}-wide" for name in release_environments() + fp8_environments(fast=True)]
-    wide += [f"{name}-wide" for name in fp8_environments(fast=False)]
-    environments = ["lint", "unit", "demo", *release_environments(), *fp8_environments(fast=True)]
+    everyday = ["lint", "unit", "demo", *release_environments(), *fp8_environments(fast=True)]
     te_releases = dict.fromkeys(pair.te for pair in PAIRS)
     return f"""{HEADER}
 [tox]
@@ -134,9 +148,9 @@ requires =
 # An interpreter that is missing fails the run: an environment that was skipped has proved nothing.
 skip_missing_interpreters = false
 env_list =
-    {_lines(environments)}
+    {_lines(everyday)}
 labels =
-    wide = {", ".join(wide)}
+    wide = {", ".join(wide_environments())}
     eras = {", ".join(era_environments())}
     ends = {", ".join(end_environments())}
 
@@ -151,6 +165,8 @@ pass_env =
     UV_*
 set_env =
     OMP_NUM_THREADS = 1
+    # For docs/what-was-run.md: see scripts/ran.py.
+    PYTEST_ADDOPTS = --junitxml={{tox_root}}/out/ran/{{env_name}}.xml
     fp8: TORCHDYNAMO_DISABLE = 1
 extras =
     test

@@ -53,7 +53,9 @@ def test_a_compiled_caller_sees_what_an_eager_one_sees(
 
     x = torch.arange(4.0)
     plain = caller(x)
-    record = install(live, target, factory(live.function, ReleaseLine("", (), "", "", Quirks(False, False), {})))
+    record = install(
+        live, target, factory(live.function, ReleaseLine("", (), (), "", True, "", Quirks(False, False), {}))
+    )
     compiled = torch.compile(caller, backend="eager", fullgraph=True)
     patched = caller(x)
     assert not torch.equal(patched, plain)

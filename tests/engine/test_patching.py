@@ -19,7 +19,7 @@ from mcore_patch._engine.patching import Live, Record, inspect_live, install, re
 
 MODULE = "megatron.fake"
 SIGNATURES = frozenset({"(state_dict, strict=)", "(self, value)", "(cls, scale)", "(value)", "(self, scale=)"})
-LINE = ReleaseLine("0.19", (), "", "", Quirks(False, False), {})
+LINE = ReleaseLine("0.19", (), (), "", True, "", Quirks(False, False), {})
 
 
 @pytest.fixture

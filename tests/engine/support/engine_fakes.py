@@ -120,7 +120,7 @@ def read_line(name: str, release: str, root: Path) -> ReleaseLine:
         assert found.signature is not None
         assert found.fingerprint is not None
         checks[target.id] = Checked((found.signature,), {found.fingerprint: (release,)})
-    return ReleaseLine(name, (release,), ">=3.10", "nothing", Quirks(False, False), checks)
+    return ReleaseLine(name, (release,), ("3.11",), "", True, "nothing", Quirks(False, False), checks)
 
 
 def make_lines(scratch: Path) -> tuple[ReleaseLine, ReleaseLine]:
