@@ -197,7 +197,7 @@ commands =
     !fp8-wide: pytest tests/releases {{posargs}}
     fp8-!wide: pytest tests/fp8 -m "not wide" {{posargs}}
     fp8-wide: pytest tests/fp8 {{posargs}}
-    era: pytest tests/releases tests/engine tests/stations -m "not wide and not edges" {{posargs}}
+    era: pytest tests/releases tests/engine/test_compile.py tests/stations -m "not wide and not edges" {{posargs}}
     ends: pytest {UNIT} {{posargs}}
 
 [testenv:lint]
