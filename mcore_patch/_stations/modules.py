@@ -48,10 +48,16 @@ def loading(root: torch.nn.Module) -> Iterator[None]:
 
 def about_to_load_leaf(module: torch.nn.Module) -> None:
     """A module's own parameters are going to be loaded, which under torch's flag swaps them (see ``let_go``)."""
-    if _state.loading and torch.__future__.get_swap_module_params_on_conversion():
+    if _state.loading and _swaps():
         for parameter in module._parameters.values():
             if parameter is not None:
                 memory.forget(parameter)
+
+
+def _swaps() -> bool:
+    """torch's flag, which is there since 2.3."""
+    flag = getattr(torch.__future__, "get_swap_module_params_on_conversion", None)
+    return flag is not None and bool(flag())
 
 
 def leaf_loaded(module: torch.nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:

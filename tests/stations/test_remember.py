@@ -9,6 +9,8 @@ import torch
 
 from mcore_patch._stations.remember import Memory
 
+needs_swapping = pytest.mark.skipif(not hasattr(torch.utils, "swap_tensors"), reason="swapping has come in torch 2.3")
+
 
 @pytest.fixture
 def memory() -> Iterator[Memory]:
@@ -142,6 +144,7 @@ def test_clearing_takes_the_hook_away(memory: Memory) -> None:
     assert hooks() == before
 
 
+@needs_swapping
 def test_parameters_can_be_swapped_while_they_are_let_go_and_are_known_afterwards(memory: Memory) -> None:
     kept, loaded = parameter(), torch.randn(4)
     memory.loaded(kept, loaded, "test", name="x")
@@ -152,6 +155,7 @@ def test_parameters_can_be_swapped_while_they_are_let_go_and_are_known_afterward
     assert memory.source(kept) is not None
 
 
+@needs_swapping
 @pytest.mark.usefixtures("_swapping")
 def test_a_module_can_be_cast_under_torchs_swapping_flag(memory: Memory) -> None:
     model = torch.nn.Linear(4, 4)
