@@ -18,7 +18,7 @@ from mcore_patch.compat import ReleaseLine, Target
 
 from . import patching
 from .gate import Decision, Reason, Verdict, decide, known_signatures
-from .imports import finished_module, when_imported
+from .imports import finished_module, hold_while_forking, when_imported
 from .logs import LOGGER, log
 from .source import PACKAGE, Directory, find_package
 from .status import PatchError, State, Status, TargetStatus
@@ -46,6 +46,7 @@ class Engine:
         self._lines = lines
         self._load_wrappers = load_wrappers
         self._lock = threading.RLock()
+        hold_while_forking(self._lock)
         self._active = self._strict = False
         self._disabled: frozenset[str] = frozenset()
         self._records: dict[str, patching.Record] = {}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.machinery
+import os
 import sys
 import threading
 import types
 from collections.abc import Callable
+from typing import Any
 
 import wrapt
 
@@ -14,7 +16,15 @@ from .logs import LOGGER
 
 Callback = Callable[[types.ModuleType], None]
 
+
+def hold_while_forking(lock: Any) -> None:
+    """Let no fork happen while another thread is in `lock`: the child would wait for a thread that it has not."""
+    register = getattr(os, "register_at_fork", lambda **_: None)  # Windows has none
+    register(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+
+
 _lock = threading.Lock()
+hold_while_forking(_lock)
 _unfinished: dict[int, tuple[types.ModuleType, list[Callback]]] = {}
 """Half-imported modules by the id of their spec, with the callbacks that wait for them."""
 

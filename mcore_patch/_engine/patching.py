@@ -106,7 +106,7 @@ def inspect_live(module: types.ModuleType, target: Target, signatures: frozenset
         if getattr(mark, "active", False):
             return Verdict("skipped", Reason.ALREADY_PATCHED, "another copy of mcore-patch has patched it")
     function = _function_in(raw)
-    if not isinstance(function, types.FunctionType):
+    if not isinstance(function, types.FunctionType):  # a proxy around a function says that it is one
         detail = f"found {type(raw).__module__}.{type(raw).__qualname__}, expected a function"
         return Verdict("skipped", Reason.NOT_A_FUNCTION, detail)
     try:
@@ -115,6 +115,8 @@ def inspect_live(module: types.ModuleType, target: Target, signatures: frozenset
         return Verdict("skipped", Reason.SIGNATURE_UNKNOWN, f"its signature cannot be read: {error}")
     if signature not in signatures:
         return Verdict("skipped", Reason.SIGNATURE_UNKNOWN, signature_detail(signature, signatures))
+    if isinstance(owner, type) and function is raw and type(raw) is not types.FunctionType:
+        function = _calling(function)
     innermost = inspect.unwrap(function)
     origin = f"{innermost.__module__}:{innermost.__qualname__}"
     return Live(owner, attribute, raw, function, None if origin == target.path else origin)
@@ -210,9 +212,22 @@ def _closure(record: Record, original: Function, wrapper: Function, accepts_also
     return installed
 
 
+def _calling(proxy: Any) -> types.FunctionType:
+    """Return a function that calls a proxy in a class as Python does, bound: wrapt's tell the instance by that."""
+
+    @functools.wraps(proxy)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return proxy.__get__(self, type(self))(*args, **kwargs)
+
+    return call
+
+
 def _function_in(slot: object) -> object:
-    """Return the function in a class method or static method; anything else as it is."""
-    return slot.__func__ if isinstance(slot, classmethod | staticmethod) else slot
+    """Return the function in a class method or static method; anything else as it is.
+
+    By type: a proxy around a class method says that it is one, and to look inside it is to walk past it.
+    """
+    return slot.__func__ if type(slot) in (classmethod, staticmethod) else slot  # type: ignore[attr-defined]
 
 
 def _chain(slot: object) -> Iterator[object]:

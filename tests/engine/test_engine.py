@@ -75,6 +75,55 @@ def test_any_order_of_import_apply_and_revert_ends_where_its_last_step_says(
     )
 
 
+# With the import last there is nothing left to be concurrent with.
+CONCURRENT = [order for order in ORDERS if order[-1] != "import"]
+
+
+@pytest.mark.parametrize("order", CONCURRENT, ids="-".join)
+def test_any_order_holds_while_another_thread_imports(run: RunPython, site: Path, order: tuple[str, ...]) -> None:
+    optimizer = site / "megatron/core/optimizer/optimizer.py"
+    optimizer.write_text(optimizer.read_text() + "\nimport pause\npause.here()\n")
+    (site / "pause.py").write_text(
+        "import threading\nreached, go = threading.Event(), threading.Event()\n"
+        "def here():\n    reached.set()\n    assert go.wait(60)\n"
+    )
+    run(
+        f"""
+        import importlib, pause
+        import megatron.core.dist_checkpointing.serialization as serialization
+        engine.revert()
+        optimizers = ["method", "class_method", "static_method"]
+        importer = threading.Thread(target=importlib.import_module, args=("megatron.core.optimizer",))
+        active = importing = False
+        for step in {order!r}:
+            if step == "import":
+                importer.start()
+                assert pause.reached.wait(60)
+                importing = True
+            elif step == "apply":
+                engine.apply()
+                active = True
+            else:
+                engine.revert()
+                active = False
+            found = states()
+            assert depth(serialization.load) == active
+            for name in optimizers:  # half-imported is not imported
+                assert found[name] in (("pending",) if active else ("off", "reverted")), (step, found)
+        pause.go.set()
+        importer.join()
+        from megatron.core.optimizer import Optimizer
+        found = states()
+        assert {{found[name] for name in optimizers}} <= ({{"applied"}} if active else {{"off", "reverted"}}), found
+        for name in ("step", "make", "check"):
+            assert depth(vars(Optimizer)[name]) == active
+        before = snapshot()
+        engine.revert()
+        assert (snapshot() == before) == (not active)
+        """
+    )
+
+
 def test_revert_restores_every_slot_and_alias_by_identity(run: RunPython) -> None:
     run(
         """
@@ -332,6 +381,118 @@ def test_work_is_not_done_twice_when_an_unmarked_wrapper_lies_between(run: RunPy
         status = engine.apply()
         assert (status["method"].state, status["method"].verdict) == ("applied", "unverified")
         assert Optimizer().step(1) == ["patched", "theirs", "step", 1]
+        """
+    )
+
+
+FOREIGN = """
+        import functools, wrapt
+        import megatron.core.dist_checkpointing.serialization as serialization
+        from megatron.core.optimizer import Optimizer
+        seen = []
+        def plain(function, kind):
+            @functools.wraps(function)
+            def theirs(*args, **kwargs):
+                seen.append("plain")
+                return ["theirs", *function(*args, **kwargs)]
+            return theirs
+        def proxy(function, kind):
+            def theirs(wrapped, instance, args, kwargs):
+                # A method's wrapper is told the instance, and its arguments are without it.
+                assert (kind == "method") == isinstance(instance, Optimizer), instance
+                return ["theirs", *wrapped(*args, **kwargs)]
+            return wrapt.FunctionWrapper(function, theirs)
+        places = {
+            "function": (serialization, "load"),
+            "method": (Optimizer, "step"),
+            "class_method": (Optimizer, "make"),
+            "static_method": (Optimizer, "check"),
+        }
+        calls = {
+            "function": lambda: serialization.load({}),
+            "method": lambda: Optimizer(3).step(2),
+            "class_method": lambda: Optimizer.make(2),
+            "static_method": lambda: Optimizer.check(2),
+        }
+        stock = {kind: call() for kind, call in calls.items()}
+        def wrap(with_):
+            \"\"\"Put a wrapper on top of each slot, as its kind wants it; what is in the slots then.\"\"\"
+            for kind, (owner, name) in places.items():
+                raw = vars(owner)[name]
+                if type(raw) in (classmethod, staticmethod):
+                    setattr(owner, name, type(raw)(with_(raw.__func__, kind)))
+                else:
+                    setattr(owner, name, with_(raw, kind))
+            return {kind: vars(owner)[name] for kind, (owner, name) in places.items()}
+"""
+
+
+@pytest.mark.parametrize("theirs", ["plain", "proxy"])
+def test_a_foreign_wrapper_below_is_kept_and_comes_back_by_identity(run: RunPython, theirs: str) -> None:
+    run(
+        f"""
+{FOREIGN}
+        below = wrap({theirs})
+        for _ in range(2):
+            assert states(engine.apply()) == everything("applied"), engine.status()
+            for kind, call in calls.items():
+                assert call() == ["patched", "theirs", *stock[kind]], (kind, call())
+            engine.revert()
+            for kind, (owner, name) in places.items():
+                assert vars(owner)[name] is below[kind]
+                assert calls[kind]() == ["theirs", *stock[kind]]
+        """
+    )
+
+
+@pytest.mark.parametrize("theirs", ["plain", "proxy"])
+def test_a_foreign_wrapper_above_stays_and_ours_is_told_to_lie_under_it(run: RunPython, theirs: str) -> None:
+    run(
+        f"""
+{FOREIGN}
+        engine.apply()
+        above = wrap({theirs})
+        for _ in range(2):
+            status = engine.apply()
+            assert states(status) == everything("applied")
+            assert {{target.position for target in status.targets}} == {{1}}
+            for kind, call in calls.items():
+                assert call() == ["theirs", "patched", *stock[kind]], (kind, call())
+            assert states(engine.revert()) == everything("buried")
+            for kind, (owner, name) in places.items():
+                assert vars(owner)[name] is above[kind]
+                assert calls[kind]() == ["theirs", *stock[kind]]
+        """
+    )
+
+
+def test_a_proxy_around_a_class_method_is_no_function(run: RunPython) -> None:
+    run(
+        f"""
+{FOREIGN}
+        for kind in ("class_method", "static_method"):
+            owner, name = places[kind]
+            setattr(owner, name, proxy(vars(owner)[name], kind))
+        status = engine.apply()
+        for kind in ("class_method", "static_method"):
+            assert (status[kind].state, status[kind].reason.value) == ("skipped", "not-a-function")
+            assert "FunctionWrapper" in status[kind].detail
+            assert calls[kind]() == ["theirs", *stock[kind]]
+        assert (status["function"].state, status["method"].state) == ("applied", "applied")
+        """
+    )
+
+
+def test_reloading_this_package_changes_nothing_that_is_patched(run_python: RunPython) -> None:
+    run_python(
+        """
+        import importlib, mcore_patch
+        from mcore_patch._engine import ENGINE
+        mcore_patch.apply()
+        importlib.reload(mcore_patch)
+        assert mcore_patch.status().active
+        mcore_patch.revert()
+        assert not ENGINE.status().active
         """
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -75,30 +76,56 @@ def script() -> ModuleType:
 def test_a_line_is_written_as_the_script_writes_it(script: ModuleType, line: ReleaseLine) -> None:
     major, minor = line.key
     path = Path(compat.__file__).with_name(f"v{major}_{minor:02}.py")
-    written = script.draft(line.name, line.releases, line.pythons, dict(line.targets), line)
+    written = script.draft(
+        line.name, line.releases, line.pythons, dict(line.targets), line.quirks.state_dict_normalizers, line
+    )
     assert written[written.index("LINE = ") :] in path.read_text(encoding="utf-8")
 
 
-def test_the_script_drafts_a_new_line_and_tells_what_moved(script: ModuleType, tmp_path: Path) -> None:
-    package = tmp_path / "megatron" / "core"
-    for name, text in {
-        "optimizer/optimizer.py": ("class FP32Optimizer:\n    def reload_model_params(self, state_dict=None): ...\n"),
-        "dist_checkpointing/serialization.py": "def load(a): ...\n",
-    }.items():
-        (package / name).parent.mkdir(parents=True)
-        (package / name).write_text(text)
-    (tmp_path / "megatron_core-0.20.0.dist-info").mkdir()
-    (tmp_path / "megatron_core-0.20.0.dist-info" / "METADATA").write_text("Requires-Python: >=3.13\n\ntext")
-    checks = script.read({"0.20.0": tmp_path})
-    nearest = script.nearest_line("0.20")
-    assert nearest is LINES[-1]
-    moved = list(script.moved(checks, nearest))
-    assert f"torch_dist_load: gone since {nearest.name}" in moved
-    assert f"fp32_reload: same signature as in {nearest.name}, other source" in moved
-    assert any(text.startswith("dist_load: signature (a); ") for text in moved)
-    draft = script.draft("0.20", ("0.20.0",), script.pythons(script.requires_python(tmp_path)), checks, nearest)
+FILES = {
+    "megatron/core/optimizer/optimizer.py": """
+class FP32Optimizer:
+    def reload_model_params(self, state_dict=None): ...
+""",
+    "megatron/core/optimizer/distrib_optimizer.py": """
+class DistributedOptimizer:
+    @staticmethod
+    def _second_in_the_alphabet(state_dict_flat, model_chunk): ...
+    @staticmethod
+    def _first_in_the_alphabet(state_dict_flat, model_chunk): ...
+    def load_state_dict(self, state_dict): ...
+""",
+    "megatron/core/dist_checkpointing/serialization.py": "def load(a): ...\n",
+    "megatron_core-0.20.0.dist-info/METADATA": "Requires-Python: >=3.13\n\ntext",
+}
+
+
+def test_the_script_drafts_a_new_line_and_tells_what_moved_and_what_to_judge(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wheel, tree = tmp_path / "megatron_core-0.20.0-py3-none-any.whl", tmp_path / "0.20.1"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in FILES.items():
+            archive.writestr(name, text)
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            (tree / name).write_text(text.replace("load(a)", "load(a, b=1)"))
+    monkeypatch.setattr(sys, "argv", ["release_line.py", f"0.20.1={tree}", f"0.20.0={wheel}"])
+    script.main()
+    draft, said = capsys.readouterr()
+    nearest = LINES[-1]
+    assert f"torch_dist_load: gone since {nearest.name}\n" in said
+    assert f"fp32_reload: same signature as in {nearest.name}, other source\n" in said
+    assert "dist_load: signature (a), (a, b=); " in said
+    assert "- optimizers: DistributedOptimizer, FP32Optimizer: is one new" in said
     namespace: dict[str, ReleaseLine] = {"__name__": "mcore_patch.compat.v0_20"}
     exec(draft, namespace)
-    assert namespace["LINE"].pythons == ("3.13",)
-    assert namespace["LINE"].native.startswith("DRAFT")
-    assert namespace["LINE"].targets["dist_load"].signatures == ("(a)",)
+    line = namespace["LINE"]
+    assert (line.name, line.releases, line.pythons) == ("0.20", ("0.20.0", "0.20.1"), ("3.13",))
+    assert line.native.startswith("DRAFT")
+    assert line.torch == nearest.torch
+    assert not line.quirks.zarr
+    assert line.quirks.state_dict_normalizers == ("_second_in_the_alphabet", "_first_in_the_alphabet")
+    assert set(line.targets) == {"dist_load", "distributed_optimizer_load", "fp32_reload"}
+    assert line.targets["dist_load"].signatures == ("(a)", "(a, b=)")
+    assert sorted(line.targets["dist_load"].fingerprints.values()) == [("0.20.0",), ("0.20.1",)]
+    assert list(line.targets["fp32_reload"].fingerprints.values()) == [("0.20.0", "0.20.1")]
