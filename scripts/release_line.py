@@ -2,15 +2,17 @@
 
     python scripts/release_line.py 0.20.0=megatron_core-0.20.0-...whl 0.20.1=unpacked/ > compat/v0_20.py
 
-What moved against the nearest known line goes to standard error. `native` and the quirks are copied from that
-line (a draft says so): read the releases, then correct them. Nothing of the releases is imported or
-installed.
+What moved against the nearest known line goes to standard error, with what a person has to judge: signatures,
+fingerprints and quirks are read from the releases, all else is copied from that line and has to be corrected. Nothing
+of the releases is imported or installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import email
+import re
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -19,11 +21,12 @@ from pathlib import Path
 from mcore_patch.compat import LINES, TARGETS, Checked, ReleaseLine
 from packaging.specifiers import SpecifierSet
 
-from mcore_patch._engine.source import find_target, package_in
+from mcore_patch._engine.source import Directory, find_target, package_in
 from mcore_patch._engine.versions import release_of
 
 Checks = dict[str, Checked]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+_NORMALIZER = ["state_dict_flat", "model_chunk"]
 _WIDTH = 120
 _DRAFT = "DRAFT, read the releases: "
 
@@ -40,9 +43,11 @@ def main() -> None:
     name = names.pop()
     checks = read(paths)
     nearest = nearest_line(name)
-    for line in moved(checks, nearest):
-        print(line, file=sys.stderr)
-    print(draft(name, tuple(paths), pythons(requires_python(paths[next(reversed(paths))])), checks, nearest), end="")
+    newest = paths[next(reversed(paths))]
+    package = package_in(newest)
+    print("\n".join([*moved(checks, nearest), *to_judge(package, nearest)]), file=sys.stderr)
+    python = pythons(requires_python(newest))
+    print(draft(name, tuple(paths), python, checks, normalizers(package), nearest), end="")
 
 
 def read(paths: dict[str, Path]) -> Checks:
@@ -86,6 +91,48 @@ def moved(checks: Checks, nearest: ReleaseLine | None) -> Iterator[str]:
             yield f"{target_id}: same signature as in {nearest.name}, other source"
 
 
+def normalizers(package: Directory) -> tuple[str, ...]:
+    """Return the static methods of DistributedOptimizer that take a state dict and a model chunk, as they stand there.
+
+    Those that have come so far (0.18, 0.19) rewrite the state dict before parameters are looked up in it.
+    """
+    text = (package / "optimizer" / "distrib_optimizer.py").read_text(encoding="utf-8")
+    methods = [
+        method
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef) and node.name == "DistributedOptimizer"
+        for method in node.body
+        if isinstance(method, ast.FunctionDef)
+    ]
+    return tuple(method.name for method in methods if [a.arg for a in method.args.args] == _NORMALIZER)
+
+
+def optimizers(package: Directory) -> list[str]:
+    """Return the names of the classes of megatron.core.optimizer that are called an optimizer."""
+    names = set()
+    for file in (package / "optimizer").iterdir():
+        if file.name.endswith(".py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef) and re.search(r"Optimizer(With\w+)?$", node.name):
+                    names.add(node.name)
+    return sorted(names)
+
+
+def to_judge(package: Directory, nearest: ReleaseLine | None) -> Iterator[str]:
+    """Yield what cannot be read from one release, a line each."""
+    given = f": that of {nearest.name}" if nearest else ""
+    yield "To judge, where the draft cannot be right by itself:"
+    yield "- targets whose source is another (above): do the wrappers still see what they need? Read, then run tests"
+    yield f"- native (a draft{given}): what does upstream do by itself for masters at load, and is a patch superfluous?"
+    yield f"- torch (a draft{given}): the newest when the line came out"
+    yield "- pythons: Requires-Python allows these; are there wheels for them?"
+    yield f"- numpy_2, also_needs (a draft{given}): does it still run with that?"
+    yield f"- state_dict_normalizers: are {', '.join(normalizers(package)) or 'none'} called in this order?"
+    yield f"- optimizers: {', '.join(optimizers(package))}: is one new to _stations/optimizers.py?"
+    yield "- PAIRS: which transformer-engine goes with it, and with which recipes? The draft has none"
+    yield "- tests/harness/scenario.py: what has come or gone with the line (formats, sharding types)?"
+
+
 def requires_python(path: Path) -> str:
     """Return the wheel's Requires-Python, or that of the *.dist-info beside an unpacked package."""
     root = zipfile.Path(path) if path.is_file() else path
@@ -102,7 +149,12 @@ def pythons(required: str) -> tuple[str, ...]:
 
 
 def draft(
-    name: str, releases: tuple[str, ...], pythons: tuple[str, ...], checks: Checks, nearest: ReleaseLine | None
+    name: str,
+    releases: tuple[str, ...],
+    pythons: tuple[str, ...],
+    checks: Checks,
+    normalizers: tuple[str, ...],
+    nearest: ReleaseLine | None,
 ) -> str:
     """Return the module's text, as `ruff format` would lay it out."""
     lines = [
@@ -122,13 +174,12 @@ def draft(
     native = nearest.native if nearest else ""
     if (nearest is None or nearest.name != name) and not native.startswith(_DRAFT):
         native = f"{_DRAFT}{native}"
-    quirks = nearest.quirks if nearest else None
     lines += _string("native", native)
     lines += [
         "    quirks=Quirks(",
         f"        reload_accepts_state_dict={_accepts_state_dict(checks)},",
         f"        zarr={'tensorstore_load' in checks},",
-        *_names("state_dict_normalizers", quirks.state_dict_normalizers if quirks else ()),
+        *_names("state_dict_normalizers", normalizers),
         "    ),",
         "    targets={",
     ]
