@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import inspect
 import sys
+from types import ModuleType
 from typing import Any
 
+import numpy
+import packaging.version
 import torch.distributed._shard.sharded_tensor as sharded_tensor
 import torch.distributed.checkpoint.filesystem as filesystem
-from packaging.version import Version
 
 from mcore_patch._engine.source import find_package
 from mcore_patch._engine.versions import read_versions, release_of
@@ -28,6 +31,8 @@ def stand_in_for_era() -> None:
     Call it after ``stand_in_for_cuda()`` and before ``megatron`` is imported elsewhere: it imports megatron-core.
     Calling it again does nothing.
     """
+    _stand_in_for_numpy_product()
+    _stand_in_for_pkg_resources()
     _stand_in_for_unconditional_imports()
     _stand_in_for_write_item()
     _stand_in_for_save_plan()
@@ -37,9 +42,27 @@ def stand_in_for_era() -> None:
     _stand_in_for_fused_adam()
 
 
+def _stand_in_for_numpy_product() -> None:
+    """Up to 0.15 checkpoints are saved and loaded with ``numpy.product``, which numpy 2 has no more."""
+    if not hasattr(numpy, "product"):
+        numpy.product = numpy.prod  # type: ignore[attr-defined]
+
+
+def _stand_in_for_pkg_resources() -> None:
+    """0.6 to 0.8 import ``packaging`` from ``pkg_resources``, which setuptools vendors up to 69 and has up to 81."""
+    if (_release() or (0, 9)) >= (0, 9):
+        return
+    try:
+        module = importlib.import_module("pkg_resources")
+    except ModuleNotFoundError:
+        module = sys.modules["pkg_resources"] = ModuleType("pkg_resources")
+    if not hasattr(module, "packaging"):
+        module.packaging = packaging  # type: ignore[attr-defined]
+
+
 def _stand_in_for_unconditional_imports() -> None:
     """0.6 and 0.7 import apex and transformer-engine without asking, and a module that torch 2.5 has moved."""
-    release = release_of(read_versions(find_package()).stated)
+    release = _release()
     if release is None or release >= (0, 8) or "megatron.core" in sys.modules:
         return
     sys.modules.setdefault("torch.distributed._sharded_tensor", sharded_tensor)
@@ -47,6 +70,10 @@ def _stand_in_for_unconditional_imports() -> None:
     with transformer_engine_importable():
         import megatron.core.models.gpt.gpt_layer_specs
         import megatron.core.optimizer  # noqa: F401
+
+
+def _release() -> tuple[int, ...] | None:
+    return release_of(read_versions(find_package()).stated)
 
 
 def _stand_in_for_save_plan() -> None:
@@ -119,7 +146,7 @@ def _stand_in_for_version() -> None:
     import megatron.core.utils as utils
 
     if getattr(utils, "_te_version", None) is None:
-        utils._te_version = Version("0.0.0")
+        utils._te_version = packaging.version.Version("0.0.0")
 
 
 def _stand_in_for_fused_adam() -> None:
