@@ -194,7 +194,9 @@ def remember(found: list[Target], loaded: Any, checkpoint_dir: Any) -> None:
     # fp32 parameters beside 16-bit ones are norms that Float16Module has not cast yet (or that stay fp32).
     narrow = next((each.parameter.dtype for each in found if each.parameter.dtype.itemsize <= 2), None)
     with standing_aside("remembering what a distributed load brought"):
-        originals = _originals([each for each in found if quantized.is_known(each.parameter)], loaded, checkpoint_dir)
+        originals = _originals(
+            [each for each in found if quantized.is_quantized(each.parameter)], loaded, checkpoint_dir
+        )
         for each in found:
             tensor = originals.get(each.path, _at(loaded, each.path))
             name = ".".join(map(str, each.path))
@@ -210,7 +212,7 @@ def _originals(found: list[Target], loaded: Any, checkpoint_dir: Any) -> dict[tu
     state dict gets that dtype back.
     """
     originals: dict[tuple[Any, ...], torch.Tensor] = {}
-    untouched = [each for each in found if _trains(each) and quantized.is_quantized(each.leaf.data)]
+    untouched = [each for each in found if _trains(each) and quantized.is_known(each.leaf.data)]
     untouched = [each for each in untouched if hasattr(each.leaf, "local_shape")]
     if untouched:
         read = disk.read(checkpoint_dir, [each.leaf for each in untouched])

@@ -12,7 +12,7 @@ from mcore_patch._stations import quantized
 from mcore_patch._stations.guard import standing_aside
 from mcore_patch._stations.identity import ByIdentity
 from mcore_patch._stations.optimizers import Master, Unreachable, elsewhere, holder_of, parameter_names, strangers
-from mcore_patch._stations.parameters import chunks, differing, explains, same, values
+from mcore_patch._stations.parameters import can_be_compared, chunks, differing, explains, same, values, why_left
 from mcore_patch._stations.remainders import split
 from mcore_patch._stations.remember import Settled, Source, memory
 from mcore_patch._stations.report import MasterRecord, SourceKind, dtype_name, reporter
@@ -66,8 +66,9 @@ def write(optimizer: Any, event: str, kept: Kept, *, reloaded: bool) -> None:
         aligned = _align_split(optimizer, masters)
         for master in masters:
             name = names.get(id(master.parameter)) or memory.name(master.parameter) or "?"
-            if isinstance(master, Unreachable):
-                _record(master, name, event, "model", master.reason)
+            if isinstance(master, Unreachable) or not can_be_compared(master.parameter):
+                reason = master.reason if isinstance(master, Unreachable) else why_left(master.parameter)
+                _record(master, name, event, "model", reason)
                 memory.forget(master.parameter)
             else:
                 _write_one(optimizer, master, name, event, kept, reloaded, master.parameter in aligned)

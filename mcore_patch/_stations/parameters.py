@@ -63,6 +63,12 @@ def can_be_compared(parameter: torch.Tensor) -> bool:
     return is_plain(parameter) or quantized.is_known(parameter)
 
 
+def why_left(parameter: torch.Tensor) -> str:
+    """For the report: why the master of a parameter that cannot be compared stays as megatron-core made it."""
+    kind = type(parameter)
+    return f"{kind.__module__}.{kind.__qualname__}: how it rounds is not known here, so it is left to megatron-core"
+
+
 def loses_in(disk: torch.dtype, parameter: torch.Tensor, will_be: torch.dtype | None = None) -> bool:
     """Whether storing a tensor of dtype ``disk`` in ``parameter`` loses.
 

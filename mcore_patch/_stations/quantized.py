@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 
-# Where the base class of all quantized tensors stands: TE 2.0 and later; before, there is the one class.
+# Where the base classes of quantized tensors stand: of all in TE 2.0 and later; the only one before; and that of the
+# weights of several experts in one (TE 2.14 and later), which derives from neither and may hold plain values, too.
 _BASES = (
     ("transformer_engine.pytorch.tensor", "QuantizedTensor"),
     ("transformer_engine.pytorch.float8_tensor", "Float8Tensor"),
+    ("transformer_engine.pytorch.tensor.grouped_tensor", "GroupedTensor"),
 )
 
-# Classes whose `.float()` and whose rounding we know from the source. Others (4-bit, hybrid) are left to upstream.
+# Classes whose `.float()` and whose rounding are known from the source. The others are left to megatron-core:
+# NVFP4Tensor, whose steps are so wide that the bound of `explained` could not tell an edit from rounding;
+# GroupedTensor, whose `.float()` rounds to the nominal dtype; what releases newer than 2.20 may add.
 _KNOWN = frozenset({"Float8Tensor", "MXFP8Tensor", "Float8BlockwiseQTensor"})
 
 # Half the distance between neighbours, relative to the lower end of their binade, of E4M3 (3 bits) and E5M2 (2 bits).
@@ -30,11 +34,8 @@ _LARGEST_E4M3 = 448.0
 
 def is_quantized(tensor: object) -> bool:
     """Whether ``tensor`` is of one of Transformer Engine's quantized classes (any, also one that we do not know)."""
-    for module, name in _BASES:
-        base = getattr(sys.modules.get(module), name, None)
-        if base is not None:
-            return isinstance(tensor, base)
-    return False
+    bases = (getattr(sys.modules.get(module), name, None) for module, name in _BASES)
+    return any(isinstance(base, type) and isinstance(tensor, base) for base in bases)
 
 
 def is_known(tensor: object) -> bool:
@@ -60,7 +61,8 @@ def explained(quantized: torch.Tensor, held: torch.Tensor, source: torch.Tensor,
     :func:`largest` of all of ``values(quantized)``. Each element has to be within half a step of the fp8 grid at
     ``held``, plus 2**-8 of the source, which covers the rounding to bf16 that some releases do before they quantize.
     With one scale for the tensor the step follows from it; with a scale per block (MXFP8, blockwise) the step is taken
-    to be the widest there can be. A value beyond the largest that a stale delayed scale can hold may be saturated.
+    to be the widest there can be. Where the scale is delayed, and so may be stale, the largest value that it can hold
+    stands for every larger one. A NaN may have been an infinity.
     Another tensor, a permutation or a change of every element by 1 % exceeds this somewhere; a change below the step
     is invisible in the parameter itself.
     """
@@ -72,8 +74,9 @@ def explained(quantized: torch.Tensor, held: torch.Tensor, source: torch.Tensor,
         scale = scale_inv.detach().to(device=held.device, dtype=torch.float32)
         grid = (magnitude / scale).clamp_min(_SMALLEST_NORMAL_E4M3)
         tolerance = torch.exp2(torch.floor(torch.log2(grid * (1 + 2.0**-20)))) * half_step * scale
-        limit = _LARGEST_E4M3 * scale * (1 - 2.0**-20)
-        saturated = (magnitude >= limit) & (source.abs() >= limit) & (held.sign() == source.sign())
+        if "CurrentScaling" not in type(getattr(quantized, "_quantizer", None)).__name__:
+            limit = _LARGEST_E4M3 * scale * (1 - 2.0**-20)
+            saturated = (magnitude >= limit) & (source.abs() >= limit) & (held.sign() == source.sign())
     else:
         # The smallest step of a block is at most 2**-9 of a 224th of its largest value (scales are powers of two).
         tolerance = magnitude * half_step + widest * (2.0**-9 / 224)

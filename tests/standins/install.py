@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from mcore_patch.testing import cuda as cuda_stand_in
-from mcore_patch.testing import stand_in_for_cuda
+from mcore_patch.testing import era, stand_in_for_cuda
 
 _EXTENSION = Path(__file__).with_name("transformer_engine_torch.py")
 
@@ -48,6 +48,7 @@ def stand_in_for_transformer_engine() -> None:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     stand_in_for_cuda()
+    era._stand_in_for_write_item()
     _stand_in_for_hopper()
     _keep_stand_in_during_backward()
     _stand_in_for_coalescing()

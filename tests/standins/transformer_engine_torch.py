@@ -142,6 +142,10 @@ def _amax(values: Tensor) -> Tensor:
     return values.abs().max() if values.numel() else values.new_zeros(())
 
 
+def _raise_to(amax: Tensor, least: Tensor) -> None:
+    amax.copy_(torch.maximum(amax, least))
+
+
 def _scale(amax: Tensor, limit: float, epsilon: float, power_of_two: bool) -> Tensor:
     """The factor that takes *amax* to *limit*; 1 where there is none."""
     amax = amax.float().clamp(min=epsilon)
@@ -281,7 +285,7 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
     if name == "Float8Quantizer":
         # Callers that want no amax pass an empty one.
         if quantizer.amax.numel():
-            quantizer.amax.copy_(torch.maximum(quantizer.amax, _amax(values)))
+            _raise_to(quantizer.amax, _amax(values))
         _fill_float8(quantizer, values, output, quantizer.scale)
     elif name == "Float8CurrentScalingQuantizer":
         amax = _amax(values)
@@ -663,12 +667,17 @@ def multi_tensor_adam_fp8(chunk: int, overflow: Any, lists: list[Tensors], *sett
             # The kernel checks it too, from 2.10 on at the latest.
             raise RuntimeError(f"masters of fp8 parameters must be fp32, found {master.dtype}")
         master.copy_(_adam(master, grad, exp_avg, exp_avg_sq, *settings_))
-        amax.copy_(torch.maximum(amax, _amax(master)))
+        _raise_to(amax, _amax(master))
         scale_inv.copy_(scale.reciprocal())
         data.copy_(_to_bytes(master * scale.view(()), dtype))
 
 
 # ------------------------------------------------------------------------------------- releases 1.x; facts and figures
+
+
+def _behind(tensor: Tensor, offset: int) -> Tensor:
+    """The element (0-d) *offset* places behind the tensor's address: a kernel does not ask for strides."""
+    return tensor.as_strided((), (), tensor.storage_offset() + offset)
 
 
 def fused_cast_transpose_noop(
@@ -687,9 +696,9 @@ def fused_cast_transpose_noop(
 ) -> None:
     if noop.numel() and noop.item():
         return
-    values, factor = source.float(), scale.view(-1)[scale_offset]
-    amax.view(-1)[amax_offset] = torch.maximum(amax.view(-1)[amax_offset], _amax(values))
-    scale_inv.view(-1)[scale_inv_offset] = factor.reciprocal()
+    values, factor = source.float(), _behind(scale, scale_offset)
+    _raise_to(_behind(amax, amax_offset), _amax(values))
+    _behind(scale_inv, scale_inv_offset).copy_(factor.reciprocal())
     out.copy_(_to_bytes(values * factor, dtype))
     transposed.copy_(out.t())
 
@@ -709,10 +718,10 @@ def _register_1x_operators() -> Any:
     def cast_to_fp8_noalloc_ts(
         source: Tensor, scale: Tensor, out: Tensor, amax: Tensor, scale_inv: Tensor, index: int, dtype: int
     ) -> Tensor:
-        values = source.float()
-        amax.view(-1)[index] = torch.maximum(amax.view(-1)[index], _amax(values))
-        scale_inv[index] = scale[index].reciprocal()
-        return out.copy_(_to_bytes(values * scale[index], dtype).view(out.shape))
+        values, factor = source.float(), _behind(scale, index)
+        _raise_to(_behind(amax, index), _amax(values))
+        _behind(scale_inv, index).copy_(factor.reciprocal())
+        return out.copy_(_to_bytes(values * factor, dtype).view(out.shape))
 
     def cast_to_fp8_ts(
         source: Tensor, scale: Tensor, amax: Tensor, scale_inv: Tensor, index: int, dtype: int
