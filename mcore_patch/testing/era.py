@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy
 import packaging.version
+import torch
 import torch.distributed._shard.sharded_tensor as sharded_tensor
 import torch.distributed.checkpoint.filesystem as filesystem
+import torch.distributed.distributed_c10d as distributed_c10d
 
 from mcore_patch._engine.source import find_package
 from mcore_patch._engine.versions import read_versions, release_of
@@ -33,6 +35,7 @@ def stand_in_for_era() -> None:
     """
     _stand_in_for_numpy_product()
     _stand_in_for_pkg_resources()
+    _stand_in_for_all_gather()
     _stand_in_for_unconditional_imports()
     _stand_in_for_write_item()
     _stand_in_for_save_plan()
@@ -58,6 +61,28 @@ def _stand_in_for_pkg_resources() -> None:
         module = sys.modules["pkg_resources"] = ModuleType("pkg_resources")
     if not hasattr(module, "packaging"):
         module.packaging = packaging  # type: ignore[attr-defined]
+
+
+def _stand_in_for_all_gather() -> None:
+    """gloo of torch 2.1 gathers into a list of tensors only. Releases call the other one by its private name."""
+    original: Any = distributed_c10d.all_gather_into_tensor
+    if hasattr(original, "stands_in"):
+        return
+
+    @functools.wraps(original)
+    def all_gather_into_tensor(output: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        try:
+            return original(output, tensor, group, async_op)
+        except RuntimeError as error:
+            if "no support for _allgather_base" not in str(error):
+                raise
+        parts = list(output.chunk(distributed_c10d.get_world_size(group)))
+        return distributed_c10d.all_gather(parts, tensor, group, async_op)
+
+    all_gather_into_tensor.stands_in = True  # type: ignore[attr-defined]
+    modules: tuple[Any, ...] = (torch.distributed, distributed_c10d)
+    for module in modules:
+        module.all_gather_into_tensor = all_gather_into_tensor
 
 
 def _stand_in_for_unconditional_imports() -> None:
