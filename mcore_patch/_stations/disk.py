@@ -30,6 +30,12 @@ def read(checkpoint_dir: Any, sharded: list[Any]) -> list[torch.Tensor]:
     return [target.view(tuple(each.local_shape)) for target, each in zip(planner.targets, sharded, strict=True)]
 
 
+def dtypes(checkpoint_dir: Any) -> dict[str, torch.dtype]:
+    """The dtype of every tensor, by key."""
+    stored = FileSystemReader(checkpoint_dir).read_metadata().state_dict_metadata
+    return {key: each.properties.dtype for key, each in stored.items() if isinstance(each, TensorStorageMetadata)}
+
+
 class _Shards(LoadPlanner):
     """A plan for some shards; a ReadItem finds its target by key and offset."""
 

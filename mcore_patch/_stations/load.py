@@ -136,18 +136,28 @@ def _widen(strategy: Any, sharded_state_dict: Any, checkpoint_dir: Any, *, in_pl
     if not candidates:
         return {}
     # The strategy that reads is asked: 0.7's FullyParallelLoadStrategyWrapper forgets to return its answer.
-    on_disk = getattr(strategy, "base_strategy", strategy).load_tensors_metadata(checkpoint_dir)
+    on_disk = dtypes_on_disk(getattr(strategy, "base_strategy", strategy), checkpoint_dir)
     widened: dict[int, _Widened] = {}
     try:
         for sharded in candidates:
             stored = on_disk.get(sharded.key)
-            if stored is not None and loses(stored.dtype, sharded.dtype):
-                widened[id(sharded)] = _Widened(sharded, stored.dtype, in_place=in_place)
+            if stored is not None and loses(stored, sharded.dtype):
+                widened[id(sharded)] = _Widened(sharded, stored, in_place=in_place)
     except Exception:
         for each in widened.values():
             each.restore()
         raise
     return widened
+
+
+def dtypes_on_disk(strategy: Any, checkpoint_dir: Any) -> Mapping[str, torch.dtype]:
+    """The dtype of every tensor in a checkpoint, by key; ``strategy`` is the one that reads."""
+    try:
+        return {key: tensor.dtype for key, tensor in strategy.load_tensors_metadata(checkpoint_dir).items()}
+    except TypeError:
+        # torch_dist makes tensors from all that torch keeps of each, and torch.empty() takes no strides, which torch
+        # 2.15 keeps as well (seen in 0.19.2).
+        return disk.dtypes(checkpoint_dir)
 
 
 def _may_lose(leaf: Any) -> bool:
