@@ -35,7 +35,7 @@ def stand_in_for_era() -> None:
     """
     _stand_in_for_numpy_product()
     _stand_in_for_pkg_resources()
-    _stand_in_for_all_gather()
+    _stand_in_for_gloo()
     _stand_in_for_unconditional_imports()
     _stand_in_for_write_item()
     _stand_in_for_save_plan()
@@ -63,26 +63,34 @@ def _stand_in_for_pkg_resources() -> None:
         module.packaging = packaging  # type: ignore[attr-defined]
 
 
-def _stand_in_for_all_gather() -> None:
-    """gloo of torch 2.1 gathers into a list of tensors only. Releases call the other one by its private name."""
-    original: Any = distributed_c10d.all_gather_into_tensor
-    if hasattr(original, "stands_in"):
+def _stand_in_for_gloo() -> None:
+    """gloo of torch 2.1 has no bfloat16, and gathers into a list of tensors only."""
+    original = distributed_c10d.all_reduce
+    if (release_of(torch.__version__) or ()) >= (2, 3) or hasattr(original, "stands_in"):
         return
 
     @functools.wraps(original)
-    def all_gather_into_tensor(output: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-        try:
-            return original(output, tensor, group, async_op)
-        except RuntimeError as error:
-            if "no support for _allgather_base" not in str(error):
-                raise
-        parts = list(output.chunk(distributed_c10d.get_world_size(group)))
-        return distributed_c10d.all_gather(parts, tensor, group, async_op)
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.dtype is not torch.bfloat16:
+            return original(tensor, *args, **kwargs)
+        wide = tensor.float()
+        done = original(wide, *args, **kwargs)
+        if done is not None:
+            done.wait()
+        with torch.no_grad():
+            tensor.copy_(wide)
+        return done
 
-    all_gather_into_tensor.stands_in = True  # type: ignore[attr-defined]
+    def all_gather_into_tensor(output: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        parts = list(output.view(torch.uint8).chunk(distributed_c10d.get_world_size(group)))
+        return distributed_c10d.all_gather(parts, tensor.view(torch.uint8), group, async_op)
+
+    all_reduce.stands_in = True  # type: ignore[attr-defined]
     modules: tuple[Any, ...] = (torch.distributed, distributed_c10d)
     for module in modules:
+        module.all_reduce = all_reduce
         module.all_gather_into_tensor = all_gather_into_tensor
+        module._all_gather_base = all_gather_into_tensor
 
 
 def _stand_in_for_unconditional_imports() -> None:
