@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import sys
 import warnings
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,8 @@ class Outcome:
     sources: Counter[str] = field(default_factory=Counter)
     losses: tuple[float, ...] = ()
     extra: Any = None
+    work: Counter[str] = field(default_factory=Counter)
+    """Collectives by name, and casts to fp8 (``quantized``), from where the model is built to the end of the case."""
 
 
 State = dict[str, torch.Tensor]
@@ -48,11 +54,42 @@ def run(case: str, patched: bool, folder: Path, options: dict[str, Any]) -> Outc
         import mcore_patch
 
         mcore_patch.apply(strict=True)
-    pipeline, state, extra = CASES[case](chosen, disk, folder)
+    with _counting():
+        pipeline, state, extra = CASES[case](chosen, disk, folder)
+    work = Counter(_work)
     count = f.differing(pipeline, lambda name, _: state[name])
     model = snapshot(pipeline.model)
     losses = tuple(f.train_step(pipeline) for _ in range(steps))
-    return Outcome(count.differing, count.total, model, _sources(patched), losses, extra)
+    return Outcome(count.differing, count.total, model, _sources(patched), losses, extra, work)
+
+
+_work: Counter[str] = Counter()
+_COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "barrier")
+_COLLECTIVES += ("broadcast_object_list", "gather_object", "reduce_scatter_tensor", "scatter_object_list")
+
+
+@contextlib.contextmanager
+def _counting() -> Iterator[None]:
+    """Counts into ``_work`` what runs through ``torch.distributed`` and through the stand-in's cast to fp8."""
+    stand_in = sys.modules["transformer_engine_torch"]
+    places = [(torch.distributed, name, name) for name in _COLLECTIVES] + [(stand_in, "_to_bytes", "quantized")]
+    originals = [getattr(owner, name) for owner, name, _ in places]
+    for (owner, name, what), original in zip(places, originals, strict=True):
+        setattr(owner, name, _counted(original, what))
+    try:
+        yield
+    finally:
+        for (owner, name, _), original in zip(places, originals, strict=True):
+            setattr(owner, name, original)
+
+
+def _counted(original: Callable[..., Any], what: str) -> Callable[..., Any]:
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _work[what] += 1
+        return original(*args, **kwargs)
+
+    return call
 
 
 def _sources(patched: bool) -> Counter[str]:
@@ -129,9 +166,12 @@ def weights_first(options: f.Options, disk: torch.dtype, _folder: Path) -> tuple
 
 
 def two_optimizers(options: f.Options, disk: torch.dtype, folder: Path) -> tuple[f.Pipeline, State, Any]:
-    """A second optimizer over the same model."""
+    """A second optimizer over the same model. ``extra``: what megatron-core raises, if it does."""
     pipeline, state, _ = weights_first(options, disk, folder)
-    return replace(pipeline, optimizer=f.build_optimizer(options, pipeline.chunk)), state, None
+    try:
+        return replace(pipeline, optimizer=f.build_optimizer(options, pipeline.chunk)), state, None
+    except AttributeError as error:
+        return pipeline, state, str(error)
 
 
 def masters_by_hand(options: f.Options, disk: torch.dtype, folder: Path) -> tuple[f.Pipeline, State, Any]:
@@ -200,7 +240,9 @@ def judged(options: f.Options, disk: torch.dtype, _folder: Path) -> tuple[f.Pipe
         "the checkpoint": explained(lambda tensor: tensor),
         "another tensor": explained(lambda tensor: torch.randn(tensor.shape, generator=generator) * 0.05),
         "rows permuted": explained(lambda tensor: tensor.roll(1, 0)),
-        "one element": explained(_with_one_element_changed),
+        "columns permuted": explained(lambda tensor: tensor.roll(1, 1)),
+        "one element negated": explained(lambda tensor: _with_one_element(tensor, -1)),
+        "one element up 15 %": explained(lambda tensor: _with_one_element(tensor, 1.15)),
         "scaled by 1 %": explained(lambda tensor: tensor.float() * 1.01),
         "negated": explained(lambda tensor: -tensor),
     }
@@ -208,10 +250,10 @@ def judged(options: f.Options, disk: torch.dtype, _folder: Path) -> tuple[f.Pipe
     return pipeline, state, (answers, len(quantized))
 
 
-def _with_one_element_changed(tensor: torch.Tensor) -> torch.Tensor:
+def _with_one_element(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """The largest that no delayed scale has to cut off is changed."""
     changed = tensor.float().clone()
-    index = changed.abs().argmax()
-    changed.view(-1)[index] *= -1
+    changed.view(-1)[torch.where(changed.abs() < 1, changed.abs(), 0).argmax()] *= factor
     return changed
 
 
@@ -227,6 +269,7 @@ def _with_checkpoint(options: f.Options, disk: torch.dtype, folder: Path) -> tup
     torch.distributed.barrier()
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(5)
+    _work.clear()
     return f.build(options), state, checkpoint
 
 
