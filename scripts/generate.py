@@ -100,16 +100,16 @@ def era_environments() -> list[str]:
     """Each line with the torch of its time: the newest release of a line, once on each Python that the line supports.
 
     That is the smallest set with every pair of a line and a Python, because every torch has wheels for all Pythons of
-    the lines that it is taken for. numpy (1 up to 0.15, as upstream; 2 where Python has no other), wrapt and packaging
-    take turns, so that each line has seen both of what it can have, and each Python every combination.
+    the lines that it is taken for. numpy, wrapt and packaging take turns, so that each line sees both ends of each: of
+    numpy only where it runs with both, and 2 is taken where Python has no 1.
     """
     names = []
     for index, line in enumerate(LINES):
-        for turn, python in enumerate(line.pythons, index):
+        for turn, python in enumerate(line.pythons):
             numpy = 2 if python == "3.13" or (line.numpy_2 and turn % 2) else 1
             names.append(
                 f"py{python.replace('.', '')}-mcore{line.releases[-1]}-torch{line.torch}-numpy{numpy}"
-                f"-wrapt{WRAPT[turn % 2]}-packaging{PACKAGING[turn // 2 % 2]}-era"
+                f"-wrapt{WRAPT[(index + turn) % 2]}-packaging{PACKAGING[(index // 2 + turn) % 2]}-era"
             )
     return names
 
@@ -138,7 +138,7 @@ def environments() -> list[str]:
 def tox_ini() -> str:
     """tox.ini."""
     releases = [release for line in LINES for release in line.releases]
-    everyday = ["lint", "unit", "demo", *release_environments(), *fp8_environments(fast=True)]
+    everyday = ["lint", "unit", "package", "demo", *release_environments(), *fp8_environments(fast=True)]
     te_releases = dict.fromkeys(pair.te for pair in PAIRS)
     return f"""{HEADER}
 [tox]
@@ -198,7 +198,7 @@ commands =
     fp8-!wide: pytest tests/fp8 -m "not wide" {{posargs}}
     fp8-wide: pytest tests/fp8 {{posargs}}
     era: pytest tests/releases tests/engine/test_compile.py tests/stations -m "not wide and not edges" {{posargs}}
-    ends: pytest {UNIT} {{posargs}}
+    ends: pytest tests/engine tests/cli tests/test_cli.py {{posargs}}
 
 [testenv:lint]
 description = style, types, and generated files that are up to date
@@ -221,6 +221,23 @@ base_python = py311
 commands_pre =
 commands =
     pytest {UNIT} {{posargs}}
+
+[testenv:package]
+description = the sdist and the wheel, and the package as a user gets it from the wheel
+base_python = py311
+# What is tested is built by the tests.
+package = skip
+deps =
+    pytest
+    build
+    check-wheel-contents
+    mypy==2.4.*
+    setuptools>=77
+    twine
+commands_pre =
+    python -m pip install -q --no-deps megatron-core=={DEMO_RELEASE}
+commands =
+    pytest tests/packaging {{posargs}}
 
 [testenv:demo]
 description = the main job, stock and patched side by side, with a picture
