@@ -322,10 +322,12 @@ def with_tables(readme: str) -> str:
 
 def releases_table() -> str:
     """One row per release line."""
-    rows = ["| line | releases | Python | targets patched | what upstream does by itself |", "|---|---|---|---|---|"]
+    rows = ["| line | releases | Python | torch of its time | targets patched | what upstream does by itself |"]
+    rows.append("|---" * 6 + "|")
     for line in LINES:
         releases = ", ".join(line.releases)
-        rows.append(f"| {line.name} | {releases} | {', '.join(line.pythons)} | {len(line.targets)} | {line.native} |")
+        cells = (line.name, releases, ", ".join(line.pythons), line.torch, len(line.targets), line.native)
+        rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows) + "\n"
 
 
