@@ -14,7 +14,7 @@ from mcore_patch._stations.identity import ByIdentity
 from mcore_patch._stations.optimizers import Master, Unreachable, elsewhere, holder_of, parameter_names, strangers
 from mcore_patch._stations.parameters import can_be_compared, chunks, differing, explains, same, values, why_left
 from mcore_patch._stations.remainders import split
-from mcore_patch._stations.remember import Settled, Source, memory
+from mcore_patch._stations.remember import Exact, Settled, Source, memory
 from mcore_patch._stations.report import MasterRecord, SourceKind, dtype_name, reporter
 from mcore_patch._stations.verify import verified, wrote
 
@@ -31,7 +31,7 @@ def keep_settled(optimizer: Any) -> Kept:
     with standing_aside("keeping masters that came from the checkpoint"):
         for master in _reachable(optimizer):
             settled = memory.settled(master.parameter)
-            if settled is not None and memory.source(master.parameter) is None:
+            if settled is not None:
                 held = _held(settled, optimizer, master)
                 if held is not None:
                     kept[id(master.parameter)] = held
@@ -91,7 +91,7 @@ def _align_split(optimizer: Any, masters: list[Master | Unreachable]) -> ByIdent
             source = memory.source(parameter)
             if source is not None and parameter.dtype is torch.bfloat16 and _may_be_split(parameter, source):
                 flat, wanted = parameter.detach().view(-1), source.tensor.reshape(-1)
-                for a, b in chunks(0, flat.numel()):
+                for a, b in chunks(flat):
                     flat[a:b].copy_(split(wanted[a:b].to(device=flat.device, dtype=torch.float32))[0])
                 aligned[parameter] = True
     return aligned
@@ -135,20 +135,20 @@ def _write_one(
     optimizer: Any, master: Master, name: str, event: str, kept: Kept, reloaded: bool, checked: bool
 ) -> None:
     parameter = master.parameter
-    source, settled, exact = memory.source(parameter), memory.settled(parameter), memory.exact(parameter)
-    disk, reason = None if exact is None else exact.dtype, "no load of it was seen"
+    known = memory.known(parameter)
+    disk, reason = None if known is None else known.dtype, "no load of it was seen"
     chosen, origin = None, ""
-    if source is not None:
-        disk, reason = source.dtype, "" if checked else _objection(parameter, source) or ""
+    if isinstance(known, Source):
+        reason = "" if checked else _objection(parameter, known) or ""
         if not reason:
-            chosen, origin = source.tensor.reshape(-1)[master.start : master.stop], source.origin
-    elif settled is not None:
-        disk, reason = settled.dtype, NO_LONGER
+            chosen, origin = known.tensor.reshape(-1)[master.start : master.stop], known.origin
+    elif isinstance(known, Settled):
+        reason = NO_LONGER
         held = kept.get(id(parameter))
         if held is not None and _explains(held, master):
             chosen, origin = held, "kept: it held the checkpoint's value"
-    elif exact is not None:
-        reason = f"{dtype_name(exact.dtype)} on disk loses nothing in {dtype_name(parameter.dtype)}"
+    elif known is not None:
+        reason = f"{dtype_name(known.dtype)} on disk loses nothing in {dtype_name(parameter.dtype)}"
 
     memory.forget(parameter)
     if chosen is not None and disk is not None:
@@ -161,7 +161,7 @@ def _write_one(
     # What upstream builds the master of a quantized parameter from is its initial value, whatever was loaded since.
     may_be_old = not (reloaded and master.refreshed) or quantized.is_quantized(parameter)
     # A remainder cannot be told to be old, so only the parameter's value is sure to be new.
-    exactly = exact is not None or master.split
+    exactly = isinstance(known, Exact) or master.split
     refreshed = None
     if may_be_old and not (_is_value(master) if exactly else _explains(master.read(), master)):
         refreshed = _fill(master, _shard(master))
@@ -204,7 +204,7 @@ def _explains(held: torch.Tensor, master: Master) -> bool:
 def _checksum(shard: torch.Tensor) -> torch.Tensor:
     """A 0-d checksum of the bits of a flat bf16 tensor, each weighted by its place."""
     total = torch.zeros((), dtype=torch.int64, device=shard.device)
-    for a, b in chunks(0, shard.numel()):
+    for a, b in chunks(shard):
         total += (shard[a:b].view(torch.int16) * torch.arange(2 * a + 1, 2 * b, 2, device=shard.device)).sum()
     return total
 
@@ -222,8 +222,7 @@ def _may_be_split(parameter: torch.nn.Parameter, source: Source) -> bool:
         return objection is None
     flat, wanted = parameter.detach().view(-1), source.tensor.reshape(-1)
     return all(
-        same(split(wanted[a:b].to(device=flat.device, dtype=torch.float32))[0], flat[a:b])
-        for a, b in chunks(0, flat.numel())
+        same(split(wanted[a:b].to(device=flat.device, dtype=torch.float32))[0], flat[a:b]) for a, b in chunks(flat)
     )
 
 
@@ -235,7 +234,7 @@ def _fill(master: Master, source: torch.Tensor) -> torch.Tensor:
     before = master.read()
     changed = torch.zeros((), dtype=torch.int64, device=before.device)
     try:
-        for a, b in [(0, before.numel())] if master.in_one_piece else chunks(0, before.numel()):
+        for a, b in [(0, before.numel())] if master.in_one_piece else chunks(before):
             new = source[a:b].to(device=before.device, dtype=torch.float32)
             changed += differing(new, before[a:b])
             master.write(a, new)

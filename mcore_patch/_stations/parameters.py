@@ -10,8 +10,10 @@ from mcore_patch._stations import quantized
 
 CHECKPOINT_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
-# Elements handled at a time: bounds the scratch memory of a check or a write to a few hundred MB.
-CHUNK = 1 << 24
+# Elements handled at a time. On a CPU what still fits its caches; elsewhere what bounds the scratch memory of a check
+# or a write to a few hundred MB.
+CHUNK = 1 << 19
+CHUNK_ON_DEVICE = 1 << 24
 
 _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -33,17 +35,18 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cut ``[start, stop)`` into pieces of at most :data:`CHUNK` elements."""
-    for begin in range(start, stop, CHUNK):
-        yield begin, min(begin + CHUNK, stop)
+def chunks(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Cut the elements of ``tensor`` into pieces ``(begin, end)`` of a size that suits its device."""
+    size = CHUNK if tensor.device.type == "cpu" else CHUNK_ON_DEVICE
+    for begin in range(0, tensor.numel(), size):
+        yield begin, min(begin + size, tensor.numel())
 
 
 def differing(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """How many elements of two tensors of one dtype, shape and device differ in their bits (0-d int64 tensor)."""
     integer = _INTEGER_OF_SIZE[left.element_size()]
-    # Five times as fast as the sum of a bool tensor on a CPU.
-    return torch.count_nonzero(left.view(integer) != right.view(integer))
+    # On a CPU a fifth faster than `!=`, and counting them five times as fast as the sum of a bool tensor.
+    return torch.count_nonzero(left.view(integer) ^ right.view(integer))
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -51,11 +54,29 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
     NaNs are excepted because a cast keeps their payload on some devices and not on others.
     """
-    integer = _INTEGER_OF_SIZE[left.element_size()]
-    if torch.equal(left.view(integer), right.view(integer)):
+    if _equal_bits(left, right):
         return True
+    integer = _INTEGER_OF_SIZE[left.element_size()]
     unequal = left.view(integer) != right.view(integer)
     return bool((left.isnan() & right.isnan())[unequal].all())
+
+
+def _equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype, shape and device hold the same bits."""
+    # By words where that is possible: three times as fast for 16-bit dtypes on a CPU.
+    words = _is_made_of_words(left) and _is_made_of_words(right)
+    integer = torch.int64 if words else _INTEGER_OF_SIZE[left.element_size()]
+    return torch.equal(left.view(integer), right.view(integer))
+
+
+def _is_made_of_words(tensor: torch.Tensor) -> bool:
+    size = tensor.element_size()
+    return (
+        tensor.dim() == 1
+        and tensor.is_contiguous()
+        and tensor.numel() * size % 8 == 0
+        and tensor.storage_offset() * size % 8 == 0
+    )
 
 
 def can_be_compared(parameter: torch.Tensor) -> bool:
@@ -95,11 +116,9 @@ def explains(parameter: torch.Tensor, source: torch.Tensor, start: int = 0, stop
     everything = values(parameter)
     held = everything[start : everything.numel() if stop is None else stop]
     if not quantized.is_quantized(parameter):
-        return all(
-            same(source[a:b].to(device=held.device, dtype=held.dtype), held[a:b]) for a, b in chunks(0, held.numel())
-        )
+        return all(same(source[a:b].to(device=held.device, dtype=held.dtype), held[a:b]) for a, b in chunks(held))
     widest = quantized.largest(everything)
     return all(
         quantized.explained(parameter, held[a:b], source[a:b].to(device=held.device, dtype=torch.float32), widest)
-        for a, b in chunks(0, held.numel())
+        for a, b in chunks(held)
     )

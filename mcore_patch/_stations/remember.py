@@ -71,9 +71,7 @@ class Memory:
     """What the checkpoint says of each parameter. One per process; keys are weak and compare by identity."""
 
     def __init__(self) -> None:
-        self._sources: ByIdentity[Source] = ByIdentity()
-        self._settled: ByIdentity[Settled] = ByIdentity()
-        self._exact: ByIdentity[Exact] = ByIdentity()
+        self._known: ByIdentity[Source | Settled | Exact] = ByIdentity()
         self._originals: ByIdentity[torch.Tensor] = ByIdentity()
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._hook: RemovableHandle | None = None
@@ -106,43 +104,42 @@ class Memory:
                 self.forget(parameter)
             return
         if not loses_in(tensor.dtype, parameter, will_be):
-            self.forget(parameter)
-            self._exact[parameter] = Exact(name, tensor.dtype)
+            self._known[parameter] = Exact(name, tensor.dtype)
             self._watch()
             return
         value = tensor.detach()
         if same_memory(value, parameter):
             # The parameter's own memory would follow every later edit of the parameter, so it could not be checked.
             value = value.clone()
-        self.forget(parameter)
-        self._sources[parameter] = Source(value, name, origin, value._version)
+        self._known[parameter] = Source(value, name, origin, value._version)
         self._watch()
 
     def stands_for(self, tensor: torch.Tensor, original: torch.Tensor) -> None:
         """``tensor``, which the pipeline gets from a load, was made from ``original``, the checkpoint's."""
         self._originals[tensor] = original
 
+    def known(self, parameter: torch.nn.Parameter) -> Source | Settled | Exact | None:
+        """What the last load of ``parameter`` was, and whether its master has been written since."""
+        return self._known.get(parameter)
+
     def source(self, parameter: torch.nn.Parameter) -> Source | None:
         """The remembered tensor of ``parameter``, if there is one."""
-        return self._sources.get(parameter)
+        known = self.known(parameter)
+        return known if isinstance(known, Source) else None
 
     def settle(self, parameter: torch.nn.Parameter, settled: Settled) -> None:
         """The master of ``parameter`` now holds the checkpoint's value; drop the source."""
-        self._sources.drop(parameter)
-        self._settled[parameter] = settled
+        self._known[parameter] = settled
         self._watch()
 
     def settled(self, parameter: torch.nn.Parameter) -> Settled | None:
         """The master that was written from the checkpoint for ``parameter``, if that still stands."""
-        return self._settled.get(parameter)
-
-    def exact(self, parameter: torch.nn.Parameter) -> Exact | None:
-        """What the last load of ``parameter`` was, where it lost nothing."""
-        return self._exact.get(parameter)
+        known = self.known(parameter)
+        return known if isinstance(known, Settled) else None
 
     def name(self, parameter: torch.nn.Parameter) -> str | None:
         """What the state dict of its last load called ``parameter``."""
-        known = self.source(parameter) or self.settled(parameter) or self.exact(parameter)
+        known = self.known(parameter)
         return known.name if known is not None else None
 
     @contextmanager
@@ -152,44 +149,36 @@ class Memory:
         torch swaps the contents of subclass parameters when a module is cast or moved (``Module._apply``), and refuses
         that where weak references to them exist. The objects stay the same, so what is known of them stays true.
         """
-        known = [(each, self.source(each), self.settled(each), self.exact(each)) for each in parameters]
-        for parameter, *_ in known:
+        known = [(each, self.known(each)) for each in parameters]
+        for parameter, _ in known:
             self.forget(parameter)
         try:
             yield
         finally:
-            for parameter, source, settled, exact in known:
-                if source is not None:
-                    self._sources[parameter] = source
-                if settled is not None:
-                    self._settled[parameter] = settled
-                if exact is not None:
-                    self._exact[parameter] = exact
+            for parameter, what in known:
+                if what is not None:
+                    self._known[parameter] = what
 
     def forget(self, parameter: torch.nn.Parameter) -> None:
         """Drop what the last load said of ``parameter``."""
-        self._sources.drop(parameter)
-        self._settled.drop(parameter)
-        self._exact.drop(parameter)
+        self._known.drop(parameter)
 
     def settled_optimizers(self) -> list[Any]:
         """Strong references to the optimizers of all settled masters, for as long as the caller needs them alive."""
-        return [settled.optimizer() for settled in self._settled]
+        return [known.optimizer() for known in self._known if isinstance(known, Settled)]
 
     def __len__(self) -> int:
         """How many parameters have a remembered tensor."""
-        return len(self._sources)
+        return sum(isinstance(known, Source) for known in self._known)
 
     @property
     def empty(self) -> bool:
         """Whether nothing is known of any load."""
-        return not self._sources and not self._settled and not self._exact
+        return not self._known
 
     def clear(self) -> None:
         """Forget everything (``revert()`` does)."""
-        self._sources.clear()
-        self._settled.clear()
-        self._exact.clear()
+        self._known.clear()
         self._originals.clear()
         self._unwatch()
 

@@ -73,7 +73,7 @@ def _verify(event: str) -> None:
 def _differing(master: Master, source: torch.Tensor) -> int:
     held = master.read()
     count = torch.zeros((), dtype=torch.int64, device=held.device)
-    for a, b in chunks(0, held.numel()):
+    for a, b in chunks(held):
         count += differing(source[a:b].to(device=held.device, dtype=torch.float32), held[a:b])
     return int(count)
 

@@ -19,6 +19,7 @@ from megatron.core import dist_checkpointing
 
 from . import masters as measure
 from . import pipeline as p
+from .fsdp import under_fsdp as under_fsdp
 from .models import (
     Chunks,
     bare_chunks,
@@ -128,7 +129,7 @@ def lifetime(scenario: Scenario, folder: Path, end: str) -> tuple[int, int]:
     """
     _, chunks, optimizer = _start(scenario, folder)
     p.load(scenario, folder, chunks)
-    alive = [weakref.ref(source.tensor) for source in _memory()._sources]
+    alive = [weakref.ref(known.tensor) for known in _memory()._known if hasattr(known, "tensor")]
     gc.collect()
     remembered = sum(reference() is not None for reference in alive)
     if end == "reload":

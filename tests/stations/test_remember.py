@@ -67,7 +67,7 @@ def test_a_load_that_loses_nothing_replaces_one_that_lost(memory: Memory) -> Non
     memory.loaded(kept, torch.randn(4), "test", name="x")
     memory.loaded(kept, torch.zeros(4, dtype=torch.bfloat16), "test", name="x")
     assert memory.source(kept) is None
-    exact = memory.exact(kept)
+    exact = memory.known(kept)
     assert exact is not None
     assert exact.dtype is torch.bfloat16
     assert len(memory) == 0
