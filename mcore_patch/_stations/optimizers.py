@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mcore_patch._stations.parameters import can_be_compared, explains
 from mcore_patch._stations.remainders import join, split
 
 
@@ -81,9 +82,7 @@ def _in_tensors(
 def _distributed_masters(optimizer: Any) -> Iterator[Master | Unreachable]:
     inner = optimizer.optimizer
     if _is_under_fsdp(optimizer):
-        for parameter in (each for chunk in optimizer.model_chunks for each in chunk.parameters()):
-            if parameter.requires_grad:
-                yield Unreachable(parameter, "Megatron-FSDP", "Megatron-FSDP holds it in buffers of its own")
+        yield from _fsdp_masters(optimizer)
         return
     # The groups are absent on a stub optimizer (all parameters frozen).
     model_groups = getattr(optimizer, "model_float16_groups", ())
@@ -125,7 +124,38 @@ def _is_under_fsdp(optimizer: Any) -> bool:
     return bool(getattr(config, "use_megatron_fsdp", False) or getattr(config, "use_custom_fsdp", False))
 
 
+def _fsdp_groups(optimizer: Any) -> Iterator[Any]:
+    for chunk in optimizer.model_chunks:
+        yield from chunk.param_and_grad_buffer.parameter_groups
+
+
+def _fsdp_masters(optimizer: Any) -> Iterator[Master | Unreachable]:
+    """FSDP copies its masters from the parameters that it wraps, and up to 0.13 also whenever weights are reloaded.
+
+    From 0.14 on a load goes straight into them, unseen: one that is no longer what the parameter was made of is left.
+    """
+    for group in _fsdp_groups(optimizer):
+        buffer = group.main_weight_buffer
+        if buffer is None:  # fp32 or frozen
+            continue
+        for index, parameter in enumerate(group.params):
+            start, stop = buffer.locate_item_in_global_item(index)
+            if start == stop:
+                continue
+            main = buffer.get_item(index, only_shard=buffer.is_data_distributed)
+            if group.model_weight_buffer.is_data_distributed:
+                yield Unreachable(parameter, "Megatron-FSDP", "Megatron-FSDP has shared out the parameter, too")
+            elif can_be_compared(parameter) and not explains(parameter, main, start, stop):
+                yield Unreachable(parameter, "Megatron-FSDP", "Megatron-FSDP has loaded it by itself")
+            else:
+                yield _in_tensors(parameter, start, stop, "Megatron-FSDP", main)
+
+
 def _distributed_owned(optimizer: Any) -> Iterator[torch.nn.Parameter]:
+    if _is_under_fsdp(optimizer):
+        for group in _fsdp_groups(optimizer):
+            yield from group.params
+        return
     for buffer in getattr(optimizer, "buffers", ()):
         yield from buffer.param_to_bucket  # `params` has come in 0.9
 
