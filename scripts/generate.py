@@ -186,6 +186,8 @@ deps =
     numpy2: numpy>=2
     {_lines(f"wrapt{each}: wrapt=={each}.*" for each in WRAPT)}
     {_lines(f"packaging{each}: packaging=={each}.*" for each in PACKAGING)}
+    # Muon, from 0.17 on.
+    wide-!fp8: emerging-optimizers==0.3.0; python_version >= "3.12"
     fp8: pydantic
     fp8: onnxscript
     fp8: triton
