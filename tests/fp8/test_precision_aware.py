@@ -94,6 +94,8 @@ def test_a_parameter_that_was_changed_wins(run: Run, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("disk", ["bfloat16", "float32"])
 def test_optimizer_state_without_masters_leaves_the_checkpoints(run: Run, mode: str, disk: str) -> None:
+    if mode == "remainders" and MCORE < (0, 13):
+        pytest.skip("upstream makes fp32 entries for remainders, and FusedAdam refuses them (AssertionError)")
     stock, patched = (run("state_without_masters", patched, mode, disk)[0] for patched in (False, True))
     assert stock.differing > stock.total // 2
     assert patched.differing == 0
@@ -106,6 +108,7 @@ SHARDINGS = {
     "fully_reshardable": ((0, 15), (0, 19)),
     "dp_reshardable": ((0, 15), (0, 19)),
 }
+_GATHERED = (None, "dp_zero_gather_scatter", "fully_reshardable")
 OFFERED = [name for name, (first, last) in SHARDINGS.items() if first <= MCORE[:2] <= last]
 
 
@@ -114,8 +117,8 @@ OFFERED = [name for name, (first, last) in SHARDINGS.items() if first <= MCORE[:
 @pytest.mark.parametrize("sharding", OFFERED)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_masters_from_optimizer_state_win(run: Run, mode: str, sharding: str | None, ranks: int) -> None:
-    if mode == "remainders" and sharding in (None, "dp_zero_gather_scatter"):
-        pytest.skip("upstream gathers remainders as fp32, and FusedAdam then refuses them (AssertionError)")
+    if mode == "remainders" and (MCORE < (0, 13) or sharding in _GATHERED):
+        pytest.skip("upstream takes remainders for fp32 on the way, and FusedAdam refuses them (AssertionError)")
     stock, patched = (run("resume", patched, mode, "float32", ranks, sharding=sharding) for patched in (False, True))
     for answer in patched:
         wrong, moved = answer.extra

@@ -156,11 +156,17 @@ def build_optimizer(scenario: Scenario, chunks: Chunks, dtype: torch.dtype) -> A
         **({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0} if offload else {}),
         **({"use_precision_aware_optimizer": True} if scenario.optimizer == "offload-precision-aware" else {}),
     )
+    optimizer: Any
     if scenario.optimizer == "layer-wise":
-        return _layer_wise(config, chunks)
-    if scenario.optimizer.startswith("muon"):
-        return _muon(config, chunks, layer_wise=scenario.optimizer != "muon")
-    return get_megatron_optimizer(config, chunks)
+        optimizer = _layer_wise(config, chunks)
+    elif scenario.optimizer.startswith("muon"):
+        optimizer = _muon(config, chunks, layer_wise=scenario.optimizer != "muon")
+    else:
+        optimizer = get_megatron_optimizer(config, chunks)
+    if hasattr(optimizer, "allgather_params"):
+        # gloo gathers no tensors of uneven sizes; upstream keeps the other one for reference.
+        optimizer.allgather_params = optimizer.broadcast_params
+    return optimizer
 
 
 def _muon(config: OptimizerConfig, chunks: Chunks, layer_wise: bool) -> Any:
@@ -179,16 +185,13 @@ def _layer_wise(config: OptimizerConfig, chunks: Chunks) -> Any:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     chained = get_megatron_optimizer(replace(config, bf16=False), chunks).chained_optimizers
-    optimizer: Any = LayerWiseDistributedOptimizer(
+    return LayerWiseDistributedOptimizer(
         [child.optimizer for child in chained],
         config,
         ProcessGroupCollection.use_mpu_process_groups(),
         [child.init_state_fn for child in chained],
         **accepted(LayerWiseDistributedOptimizer.__init__, model_chunks=chunks),
     )
-    # gloo gathers no tensors of uneven sizes; upstream keeps this one for reference.
-    optimizer.allgather_params = optimizer.broadcast_params
-    return optimizer
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:

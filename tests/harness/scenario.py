@@ -118,10 +118,14 @@ def unavailable(scenario: Scenario, release: tuple[int, ...], mode: Mode = "stoc
         return "a distributed optimizer beside the layer-wise one has come in 0.18"
     if scenario.optimizer.startswith("muon") and find_spec("emerging_optimizers") is None:
         return "emerging-optimizers is not installed"
+    if scenario.optimizer.startswith("muon") and release < (0, 17):
+        return "0.16 was written for an emerging-optimizers that is no longer on the package index"
     if scenario.optimizer == "plain" and scenario.params == "float32" and release < (0, 7):
         return "FP32Optimizer is abstract in 0.6"
     if scenario.instances > 1 and release < (0, 10):
         return "several instances of the distributed optimizer have come in 0.10"
+    if scenario.instances > 1 and not scenario.distributed:
+        return "there are several instances of the distributed optimizer only"
     if scenario.sharding is not None:
         first, last = _SHARDINGS[scenario.sharding]
         if not first <= release[:2] <= last:

@@ -18,6 +18,8 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from mcore_patch.testing.era import _stand_in_for_write_item
+
 from . import fp8_model as f
 
 State = dict[str, torch.Tensor]
@@ -238,6 +240,7 @@ def resume(
         torch.save({"model": trained.model.state_dict(), "optimizer": trained.optimizer.state_dict()}, file)
         trained.optimizer.save_parameter_state(str(place / "optimizer.pt"))
     else:
+        _stand_in_for_write_item()
         saved["optimizer"] = _sharded(trained, sharding, is_loading=False)
         dist_checkpointing.save(saved, str(place))
     torch.distributed.barrier()
