@@ -55,6 +55,15 @@ def test_stock_loses_and_patched_does_not(run: Run, case: str, mode: str, ranks:
     assert patched[0].held_by == ("FusedAdam",)
 
 
+@pytest.mark.skipif(MCORE < (0, 12), reason="the experts of these tests need a grouped MLP of 0.12 or later")
+@pytest.mark.parametrize("mode", MODES)
+def test_experts_have_an_optimizer_of_their_own(run: Run, mode: str) -> None:
+    stock, patched = (run("experts", patched, mode, "float32", 2) for patched in (False, True))
+    assert [rank.extra for rank in patched] == [2, 2], "dense and expert parameters share one"
+    assert stock[0].differing > stock[0].total // 2
+    assert patched[0].differing == 0
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_another_reload_keeps_them(run: Run, mode: str, ranks: int) -> None:

@@ -76,11 +76,23 @@ RESUMED = ["plain", "layer-wise", "muon", "muon-layer-wise", "muon-layout"]
 @pytest.mark.parametrize("optimizer", RESUMED)  # the others are in test_masters, for each sharding of their state
 @pytest.mark.parametrize("experts", [{}, {"experts": 4, "ep": 2}], ids=["dense", "experts"])
 def test_masters_from_optimizer_state_win(run: Runs, optimizer: str, experts: dict[str, int]) -> None:
-    sharding = "dp_zero_gather_scatter" if optimizer == "muon-layout" else None
+    if optimizer == "muon-layout" and experts:
+        pytest.skip("the harness lays out no buffers for experts")
+    # A distributed optimizer that Muon's factory builds has no gloo group, which the default asks for.
+    sharding = "dp_reshardable" if optimizer == "muon-layout" else None
     scenario = _scenario(optimizer, then="resume", sharding=sharding, **experts)
     stock, patched = run(scenario, "stock"), run(scenario, "patched")
     assert stock.differing == patched.differing == 0
     assert patched.snapshots == stock.snapshots
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("optimizer", ["distributed", "plain", "offload-precision-aware", "layer-wise"])
+def test_masters_from_optimizer_state_win_over_weights_that_came_first(run: Runs, optimizer: str) -> None:
+    scenario = _scenario(optimizer, fmt="torch", order="weights-first", then="resume")
+    patched = run(scenario, "patched")
+    assert patched.differing == 0
+    assert patched.snapshots == run(scenario, "stock").snapshots
 
 
 @pytest.mark.wide

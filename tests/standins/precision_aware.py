@@ -51,8 +51,10 @@ def run(case: str, patched: bool, folder: Path, mode: str, disk: str, steps: int
     """One case on this rank."""
     warnings.simplefilter("ignore")
     os.environ["MCORE_PATCH_VERIFY"] = "1"
-    f.initialize(f.Options(recipe=None))
     options = replace(f.Options(recipe=None, precision_aware=True), **MODES[mode])
+    if case == "experts":
+        options = replace(options, experts=4, expert_parallel=torch.distributed.get_world_size())
+    f.initialize(options)
     if patched:
         import mcore_patch
 
@@ -121,6 +123,12 @@ def reload(options: f.Options, disk: torch.dtype) -> tuple[f.Pipeline, State, An
     f.load(pipeline.model, state)
     pipeline.optimizer.reload_model_params()
     return pipeline, state, None
+
+
+def experts(options: f.Options, disk: torch.dtype) -> tuple[f.Pipeline, State, Any]:
+    """As ``reload``, with one optimizer for the experts and one for the rest."""
+    pipeline, state, _ = reload(options, disk)
+    return pipeline, state, len(pipeline.optimizer.chained_optimizers)
 
 
 def weights_first(options: f.Options, disk: torch.dtype) -> tuple[f.Pipeline, State, Any]:
@@ -315,6 +323,7 @@ CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
         reload,
+        experts,
         weights_first,
         reload_again,
         by_hand,
