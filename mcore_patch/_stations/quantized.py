@@ -22,7 +22,8 @@ _BASES = (
 
 # Classes whose `.float()` and whose rounding are known from the source. The others are left to megatron-core:
 # NVFP4Tensor, whose steps are so wide that the bound of `explained` could not tell an edit from rounding;
-# GroupedTensor, whose `.float()` rounds to the nominal dtype; what releases newer than 2.20 may add.
+# GroupedTensor, whose `.float()` rounds to the nominal dtype; HybridQuantizedTensor and IdentityTensor (2.19 and later,
+# experimental), in which a recipe of the user's own puts any of them; what releases newer than 2.20 may add.
 _KNOWN = frozenset({"Float8Tensor", "MXFP8Tensor", "Float8BlockwiseQTensor"})
 
 # Half the distance between neighbours, relative to the lower end of their binade, of E4M3 (3 bits) and E5M2 (2 bits).

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+from pkgutil import iter_modules
+
 import pytest
+import torch
 
 from .conftest import Runs, pair
 
+JUDGED = {"Float8Tensor", "MXFP8Tensor", "Float8BlockwiseQTensor"}
+LEFT = {"NVFP4Tensor", "GroupedTensor", "HybridQuantizedTensor", "IdentityTensor"}
 DISKS = ["bfloat16", "float32"]
 LOSING = ["reload", "weights_first", "distributed", "edited"]
 
@@ -67,6 +73,32 @@ def test_only_quantization_explains_a_difference(run: Runs, recipe: str, disk: s
     answers, count = run("judged", True, recipe=recipe, disk=disk)[0].extra
     assert answers.pop("the checkpoint") == count
     assert answers == dict.fromkeys(answers, 0)
+
+
+def test_every_quantized_class_of_the_release_is_recognised() -> None:
+    from mcore_patch._stations.quantized import is_known, is_quantized
+
+    classes = quantized_classes()
+    assert "Float8Tensor" in classes
+    assert set(classes) <= JUDGED | LEFT, "a class that nobody has looked at"
+    for name, cls in classes.items():
+        instance = torch.Tensor._make_subclass(cls, torch.zeros(2))
+        assert is_quantized(instance)
+        assert is_known(instance) == (name in JUDGED)
+
+
+def quantized_classes() -> dict[str, type[torch.Tensor]]:
+    """The tensor classes that Transformer Engine defines among its tensors, but for their common base."""
+    import transformer_engine.pytorch.tensor as tensors
+
+    modules = [importlib.import_module(f"{tensors.__name__}.{each.name}") for each in iter_modules(tensors.__path__)]
+    return {
+        name: cls
+        for module in modules
+        for name, cls in vars(module).items()
+        if isinstance(cls, type) and issubclass(cls, torch.Tensor) and cls.__module__ == module.__name__
+        if name != "QuantizedTensor"
+    }
 
 
 @pytest.mark.skipif(not pair().steps, reason="upstream's own step does not work with this pair, see compat/")
