@@ -18,11 +18,17 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mcore_patch.compat import LINES, PAIRS
+from mcore_patch.compat import PAIRS
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
 FACTS, TABLE = ROOT / "docs" / "ran.json", ROOT / "docs" / "what-was-run.md"
+
+# What tests/conftest.py tells of an environment.
+INSTALLED = ("python", "torch", "numpy", "wrapt", "packaging")
+
+# The environments that have a column; of the others only the sums are kept.
+_COLUMN = re.compile(r"py\d+-mcore(?P<mcore>[\d.]+)(-te(?P<te>[\d.]+)-fp8)?(?P<wide>-wide)?")
 
 # How a test of tests/fp8 names, in its parameters, what FusedAdam or the parameters hold.
 FP8 = {recipe: f"fp8, {recipe}" for pair in PAIRS for recipe in pair.recipes} | {
@@ -47,7 +53,7 @@ class Cell:
 
 @dataclass
 class Environment:
-    """One environment's run: the day, what was installed, and a cell by (module, behaviour, optimizer, format)."""
+    """One environment's run: the day, what was installed, and a cell by "module | behaviour | optimizer | format"."""
 
     day: str
     installed: dict[str, str]
@@ -84,7 +90,8 @@ def report(path: Path) -> Environment:
             cell.reasons[reason] = cell.reasons.get(reason, 0) + 1
         else:
             cell.passed += 1
-    installed = {each.get("name", ""): each.get("value", "") for each in suite.findall("./properties/property")}
+    said = {each.get("name"): each.get("value", "") for each in suite.findall("./properties/property")}
+    installed = {name: said[name] for name in INSTALLED if name in said}
     return Environment(suite.get("timestamp", "")[:10], installed, cells)
 
 
@@ -127,9 +134,9 @@ def page(ran: dict[str, Environment]) -> str:
         + "## Environments\n\n"
         + _environments(ran, reasons)
         + "\n## Releases of megatron-core\n\n"
-        + _matrix(_by_release(ran), reasons)
+        + _matrix(_columns(ran, fp8=False), reasons)
         + "\n## Pairs with Transformer Engine\n\nParameters and masters over stand-ins for compiled kernels.\n\n"
-        + _matrix(_by_pair(ran), reasons)
+        + _matrix(_columns(ran, fp8=True), reasons)
         + "\n## Why some cases were not run\n\n"
         + "".join(f"* {letter}: {reason}\n" for reason, letter in reasons.letters.items())
     )
@@ -152,32 +159,23 @@ class Reasons:
 
 
 def _environments(ran: dict[str, Environment], reasons: Reasons) -> str:
-    columns = ("python", "torch", "numpy", "wrapt", "packaging")
-    rows = [["environment", "on", *columns, "passed", "not applicable or skipped"]]
+    rows = [["environment", "on", *INSTALLED, "passed", "not applicable or skipped"]]
     for name, each in ran.items():
         total = each.total()
-        installed = [each.installed.get(column, "") for column in columns]
+        installed = [each.installed.get(column, "") for column in INSTALLED]
         rows.append([name, each.day, *installed, str(total), str(sum(total.reasons.values()) or "")])
     return _table(rows)
 
 
-def _by_release(ran: dict[str, Environment]) -> dict[str, Environment]:
-    """The run of every release; the wide one where there is one."""
+def _columns(ran: dict[str, Environment], *, fp8: bool) -> dict[str, Environment]:
+    """The run of every release, or of every pair; the wide one where there is one."""
     found = {}
     for name, each in ran.items():
-        match = re.fullmatch(r"py\d+-mcore([\d.]+)(-wide)?", name)
-        if match and (match[2] or match[1] not in found):
-            found[match[1]] = each
-    return {release: found[release] for line in LINES for release in line.releases if release in found}
-
-
-def _by_pair(ran: dict[str, Environment]) -> dict[str, Environment]:
-    """The run of every pair; the wide one where there is one."""
-    found = {}
-    for name, each in ran.items():
-        match = re.fullmatch(r"py\d+-mcore([\d.]+)-te([\d.]+)-fp8(-wide)?", name)
-        if match and (match[3] or f"{match[1]} + {match[2]}" not in found):
-            found[f"{match[1]} + {match[2]}"] = each
+        match = _COLUMN.fullmatch(name)
+        if match and bool(match["te"]) is fp8:
+            column = f"{match['mcore']} + {match['te']}" if fp8 else match["mcore"]
+            if match["wide"] or column not in found:
+                found[column] = each
     return dict(sorted(found.items(), key=lambda item: [Version(part) for part in item[0].split(" + ")]))
 
 
@@ -205,6 +203,9 @@ def main() -> int:
     folders: list[Path] = parser.parse_args().reports
     ran = read()
     new = {path.stem: report(path) for folder in folders for path in sorted(folder.glob("*.xml"))}
+    for name, each in new.items():
+        if not _COLUMN.fullmatch(name):
+            each.cells = {"all": each.total()}
     kept = {**ran, **new}
     kept = {name: kept[name] for name in environments() if name in kept}
     FACTS.write_text(text(kept))
