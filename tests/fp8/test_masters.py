@@ -75,6 +75,27 @@ def test_only_quantization_explains_a_difference(run: Runs, recipe: str, disk: s
     assert answers == dict.fromkeys(answers, 0)
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("disk", DISKS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "fully_parallel",
+        pytest.param(
+            "dequantized_before", marks=pytest.mark.skipif(mcore() < (0, 19), reason="an option of 0.19 and later")
+        ),
+    ],
+)
+def test_other_ways_to_load_a_distributed_checkpoint(run: Runs, case: str, disk: str) -> None:
+    recipe = "tensorwise" if "tensorwise" in pair().recipes else "delayed"
+    stock, patched = (run(case, patched, 2, recipe=recipe, disk=disk) for patched in (False, True))
+    assert stock[0].differing > stock[0].total // 2
+    assert patched[0].differing == 0
+    for theirs, ours in zip(stock, patched, strict=True):
+        assert ours.model == theirs.model
+        assert ours.work == theirs.work
+
+
 def test_every_quantized_class_of_the_release_is_recognised() -> None:
     from mcore_patch._stations.quantized import is_known, is_quantized
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from . import fp8_model as f
@@ -197,6 +197,29 @@ def distributed_with_state_dict(options: f.Options, disk: torch.dtype, folder: P
     return pipeline, state, None
 
 
+def fully_parallel(options: f.Options, disk: torch.dtype, folder: Path) -> tuple[f.Pipeline, State, Any]:
+    """The ``torch_dist`` checkpoint, each tensor read by one data-parallel rank, which gives it to the others."""
+    from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+
+    pipeline, state, checkpoint = _with_checkpoint(options, disk, folder)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(checkpoint)), group)
+    f.load_distributed(pipeline.model, checkpoint, strategy)
+    pipeline.optimizer.reload_model_params()
+    return pipeline, state, None
+
+
+def dequantized_before(options: f.Options, disk: torch.dtype, folder: Path) -> tuple[f.Pipeline, State, Any]:
+    """The ``torch_dist`` checkpoint without quantizing it again while it loads (an option since 0.19)."""
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+
+    pipeline, state, checkpoint = _with_checkpoint(options, disk, folder)
+    f.load_distributed(pipeline.model, checkpoint, TorchDistLoadShardedStrategy(stream_ckpt_dequant=False))
+    pipeline.optimizer.reload_model_params()
+    return pipeline, state, None
+
+
 def in_place(options: f.Options, disk: torch.dtype, folder: Path) -> tuple[f.Pipeline, State, Any]:
     """A distributed load whose result is dropped. ``extra``: whether the fp8 parameters got the checkpoint's values."""
     pipeline, state, checkpoint = _with_checkpoint(options, disk, folder)
@@ -253,7 +276,7 @@ def judged(options: f.Options, disk: torch.dtype, _folder: Path) -> tuple[f.Pipe
 def _with_one_element(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """The largest that no delayed scale has to cut off is changed."""
     changed = tensor.float().clone()
-    changed.view(-1)[torch.where(changed.abs() < 1, changed.abs(), 0).argmax()] *= factor
+    changed.view(-1)[torch.where(changed.abs() < 400, changed.abs(), 0).argmax()] *= factor
     return changed
 
 
@@ -284,6 +307,8 @@ CASES = {
         masters_by_hand,
         distributed,
         distributed_with_state_dict,
+        fully_parallel,
+        dequantized_before,
         in_place,
         edited,
         judged,
