@@ -18,7 +18,7 @@ from .processes import WAYS, Way, in_fresh_process, in_turn, seconds_of
 from .table import HEAD, Row
 
 SMALL = ("4 M", (4, 256, 1024))
-LARGE = ("39 M", (12, 512, 1024))
+LARGE = ("153 M", (12, 1024, 1024))
 """Name, and (layers, hidden size, vocabulary)."""
 
 STOCK_RELOAD_BYTES = 2 + 4
