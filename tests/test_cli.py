@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +54,31 @@ def test_exit_code_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(demo, "run", run)
     assert _cli.main(["demo", "--steps", "7"]) == 107
+
+
+@pytest.mark.parametrize("arguments", ["doctor --static", "inspect checkpoint", "run script.py"])
+def test_a_reader_that_goes_early_is_no_error(arguments: str, tmp_path: Path) -> None:
+    tensors = {f"tensor.{number}": {"dtype": "BF16", "shape": [1]} for number in range(3)}
+    header = json.dumps(tensors).encode()
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    (tmp_path / "script.py").write_text("print('x' * 10)\n")
+    found, theirs = (
+        _with_a_closed_pipe([sys.executable, *words], tmp_path)
+        for words in (["-m", "mcore_patch", *arguments.split()], ["script.py"])
+    )
+    assert found == (theirs if arguments.startswith("run") else (141, ""))
+
+
+def _with_a_closed_pipe(command: list[str], folder: Path) -> tuple[int, str]:
+    """The exit code and the standard error of a command whose output nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, cwd=folder, timeout=100)
+    finally:
+        os.close(writing)
+    return done.returncode, done.stderr
 
 
 @pytest.mark.parametrize("missing", list(demo.NEEDED))

@@ -11,6 +11,8 @@ is a message of ours.
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from typing import Protocol
 
 from mcore_patch import __version__
@@ -40,7 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command that *argv* (default: ``sys.argv[1:]``) names; returns its exit code.
 
     Exit codes: 0, the command did it and found nothing wrong; 1, it found something wrong; 2, it could not start
-    (wrong arguments, something is not installed).
+    (wrong arguments, something is not installed); 141, who reads its output has gone (``| head``), as for a command
+    that SIGPIPE ends. Those of ``run`` are the script's.
     """
     parser = argparse.ArgumentParser(
         prog="mcore-patch",
@@ -52,4 +55,14 @@ def main(argv: list[str] | None = None) -> int:
         about = (command.__doc__ or "").partition("\n")[0]
         command.add_arguments(subparsers.add_parser(name, help=about, description=about))
     options = parser.parse_args(argv)
-    return COMMANDS[options.command].run(options)
+    command = COMMANDS[options.command]
+    if options.command == "run":  # What the script does with a pipe that is closed is its own matter.
+        return command.run(options)
+    try:
+        code = command.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more when it ends, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
+    return code

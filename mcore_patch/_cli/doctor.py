@@ -147,6 +147,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Examine, print; the module's docstring has the exit codes."""
+    # What is logged is told in the findings.
+    logging.getLogger("mcore_patch").addHandler(logging.NullHandler())
     if options.static is None:
         findings = _live(options.modules)
     else:
@@ -169,20 +171,24 @@ def _static(path: Path | None, error: str | None = None) -> Findings:
     versions = read_versions(package, installed=path is None)
     decision = decide(package, versions, list(TARGETS.values()), LINES)
     absent = decision.reason is Reason.RELEASE_ABSENT
+    # What the environment leaves out. In this process nothing is there to be patched.
+    status = mcore_patch.apply()
+    mcore_patch.revert()
+    off = {target.id: target for target in status.targets if target.state == "off"}
     return Findings(
         mode="static",
         megatron_core=_megatron(package, versions),
         line=decision.line.name if decision.line else None,
         reason=decision.reason.value if decision.reason else None,
-        detail=decision.detail,
+        detail=decision.detail if status.active else "MCORE_PATCH=0: nothing is patched",
         notes=decision.notes,
-        targets=() if absent else tuple(_judged(target_id, decision) for target_id in TARGETS),
+        targets=() if absent else tuple(_judged(target_id, decision, off.get(target_id)) for target_id in TARGETS),
         error=error or (decision.detail if absent else None),
     )
 
 
-def _judged(target_id: str, decision: Decision) -> Target:
-    """What apply() would do with a target."""
+def _judged(target_id: str, decision: Decision, off: TargetStatus | None) -> Target:
+    """What apply() would do with a target; `off`: its status, where the environment leaves it out."""
     target = TARGETS[target_id]
     verdict = decision.verdicts.get(target_id)
     if decision.line is None:
@@ -192,14 +198,15 @@ def _judged(target_id: str, decision: Decision) -> Target:
     else:
         states = {"skipped": "skipped", "not-needed": "not-needed"}
         state, reason, detail = states.get(verdict.kind, "pending"), verdict.reason, verdict.detail
+    if off is not None and state == "pending":
+        state, reason, detail = off.state, off.reason, off.detail
     kind = verdict.kind if verdict else None
     return Target(target_id, target.path, state, kind, reason.value if reason else None, detail, target.needed)
 
 
 def _live(modules: Iterable[str]) -> Findings:
     """Patch this process, import every module that has a target, and look."""
-    # What is logged is told in the findings; what megatron-core prints would spoil --json.
-    logging.getLogger("mcore_patch").addHandler(logging.NullHandler())
+    # What megatron-core prints would spoil --json.
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in ("torch", *modules):
@@ -207,7 +214,7 @@ def _live(modules: Iterable[str]) -> Findings:
                 return _static(None, _sentence(name, failure))
         status = mcore_patch.apply()
         if not status.active:
-            return _switched_off(_static(None))
+            return replace(_static(None), mode="live")
         if status.reason is Reason.RELEASE_ABSENT:
             return replace(_static(None), mode="live")
         failures: dict[str, str] = {}
@@ -246,11 +253,6 @@ def _sentence(module: str, failure: Exception) -> str:
 def _is_optional(module: str, failure: Exception) -> bool:
     """Whether megatron-core does without the module, too: a checkpoint format whose library is not installed."""
     return isinstance(failure, ImportError) and ".dist_checkpointing.strategies." in module
-
-
-def _switched_off(findings: Findings) -> Findings:
-    targets = (replace(t, state="off") if t.state == "pending" else t for t in findings.targets)
-    return replace(findings, mode="live", detail="MCORE_PATCH=0: nothing is patched", targets=tuple(targets))
 
 
 def _seen(status: TargetStatus, module_error: str | None) -> Target:

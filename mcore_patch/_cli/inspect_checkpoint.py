@@ -49,14 +49,19 @@ def run(options: argparse.Namespace) -> int:
     try:
         contents = read(options.checkpoint, progress)
     except NotACheckpoint as error:
-        print(f"mcore-patch inspect: {error}", file=sys.stderr)
+        print(f"mcore-patch inspect: {_printable(str(error))}", file=sys.stderr)
         return 2
     finally:
         progress.end()
-    print("\n".join(describe(contents, options.params)))
+    print(*map(_printable, describe(contents, options.params)), sep="\n")
     if contents.refused:
-        print("\nNot read:", *contents.refused, sep="\n  ")
+        print("\nNot read:", *map(_printable, contents.refused), sep="\n  ")
     return 1 if contents.refused else 0
+
+
+def _printable(line: str) -> str:
+    """The line without what a terminal would obey: names are the checkpoint's, and may be hostile, too."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
 
 
 def describe(contents: Contents, params: Params) -> list[str]:

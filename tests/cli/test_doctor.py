@@ -104,3 +104,24 @@ def test_environment_variables_are_told(tmp_path: Path, command: Python) -> None
     tree = write_tree(tmp_path / "tree", (*NEWEST, ""))
     found = examined(command, "--static", str(tree), code=1, MCORE_PATCH_VERIFY="1")
     assert found["environment"] == {"MCORE_PATCH_VERIFY": "1"}
+
+
+@pytest.mark.parametrize(
+    "variable, value, off, reason",
+    [
+        ("MCORE_PATCH", "0", {"module_apply", "module_leaf_load"}, None),
+        ("MCORE_PATCH_DISABLE", "module_apply", {"module_apply"}, "disabled"),
+        ("MCORE_PATCH_ONLY", "module_apply", {"module_leaf_load"}, "disabled"),
+    ],
+)
+def test_static_heeds_what_the_environment_switches_off(
+    variable: str, value: str, off: set[str], reason: str | None, tmp_path: Path, command: Python
+) -> None:
+    tree = write_tree(tmp_path / "tree", (*NEWEST, ""))
+    found = examined(command, "--static", str(tree), code=1, **{variable: value})
+    states = {target["id"]: (target["state"], target["reason"]) for target in found["targets"]}
+    two = {"module_apply", "module_leaf_load"}
+    assert {each: states[each] for each in two} == {
+        each: ("off", reason) if each in off else ("pending", None) for each in two
+    }
+    assert any(f"{variable}" in sentence for sentence in found["advice"])

@@ -239,6 +239,16 @@ def test_bad_pickles_do_nothing(tmp_path: Path, python: Python) -> None:
     assert done.stdout == "[]\nFalse\n", done.stdout + done.stderr[-2000:]
 
 
+def test_names_in_a_checkpoint_do_nothing_to_the_terminal(tmp_path: Path, command: Python) -> None:
+    title, surrogate = b"\x8c\x08\x1b]0;a\x07\r\n", b"\x8c\x03\xed\xb2\x80"
+    (tmp_path / "a.pt").write_bytes(b"\x80\x04" + title + surrogate + b"\x93)R.")
+    done = command("inspect", "a.pt")
+    assert done.returncode == 1, done.stderr
+    assert r"refused \x1b]0;a\x07\r\n.\udc80:" in done.stdout
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("\x1b[2J")
+    assert r"\x1b[2J" in command("inspect", ".").stderr
+
+
 def test_one_broken_file_does_not_hide_the_others(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(2)}, tmp_path / "a.pt")
     (tmp_path / "b.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:100])

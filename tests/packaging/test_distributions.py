@@ -48,7 +48,9 @@ def build(tree: Path, kind: str) -> Path:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy, because building writes into the tree."""
     copy = tmp_path_factory.mktemp("checkout") / "mcore-patch"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "out"))
+    shutil.copytree(
+        ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "out")
+    )
     return copy
 
 
