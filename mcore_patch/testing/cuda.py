@@ -200,6 +200,8 @@ def stand_in_for_cuda() -> None:
     cuda.mem_get_info = _answer((0, 0))
     cuda.get_device_name = _answer("cpu")
     cuda.get_device_capability = _answer((8, 0))
+    # 0.15 compiles an extension on import, and bears that it fails, but not with the ValueError of torch 2.9 over [].
+    cuda.get_arch_list = _answer(["sm_80"])
     cuda.get_device_properties = _answer(
         SimpleNamespace(name="cpu", major=8, minor=0, total_memory=1 << 34, multi_processor_count=1)
     )
