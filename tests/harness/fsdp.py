@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
 
 from . import pipeline as p
 from .models import (
@@ -77,6 +76,8 @@ def _wrap(chunks: Chunks, strategy: str) -> Chunks:
     except ImportError:
         from megatron.core.distributed.custom_fsdp import FullyShardedDataParallel
     shares_parameters = strategy == "optim_grads_params"
+    from megatron.core.distributed import DistributedDataParallelConfig  # 0.6 has none
+
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         data_parallel_sharding_strategy=strategy,
