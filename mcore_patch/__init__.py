@@ -9,6 +9,7 @@ torch nor megatron-core; nor does `apply()`.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,10 +39,17 @@ def apply(*, strict: bool = False, disable: Iterable[str] = (), only: Iterable[s
 
 
 def revert() -> Status:
-    """Put everything back as it was found. Under a wrapper of somebody else ours stays, and does nothing."""
+    """Put everything back as it was found, and forget all loads.
+
+    Under a wrapper of somebody else ours stays, and does nothing.
+    """
     from ._engine import ENGINE
 
-    return ENGINE.revert()
+    status = ENGINE.revert()
+    stations = sys.modules.get(f"{__name__}._stations.remember")
+    if stations is not None:
+        stations.memory.clear()
+    return status
 
 
 def status() -> Status:

@@ -110,10 +110,10 @@ def _optimizer_init(original: Function, _line: ReleaseLine) -> Function:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         # Masters of an earlier optimizer over the same model are the only place left that holds the checkpoint's
         # values; building another one must not be what frees them.
-        alive = memory.settled_optimizers()
-        bound = signature.bind(self, *args, **kwargs).arguments
-        with standing_aside("preparing quantized parameters for another optimizer"):
-            for chunk in bound.get("model_chunks", ()):
+        alive: list[Any] = []
+        with standing_aside("preparing parameters for another optimizer"):
+            alive = memory.settled_optimizers()
+            for chunk in signature.bind(self, *args, **kwargs).arguments.get("model_chunks", ()):
                 drop_spent_initial_values(chunk.parameters())
         original(self, *args, **kwargs)
         if not memory.empty:

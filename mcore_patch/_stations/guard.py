@@ -13,15 +13,17 @@ _said: set[str] = set()
 
 
 @contextmanager
-def standing_aside(step: str) -> Iterator[None]:
+def standing_aside(step: str, *meant: type[Exception]) -> Iterator[None]:
     """Run one of our own steps so that its failure leaves what megatron-core does by itself.
 
     An exception inside the block is logged once per ``step`` as a WARNING with its traceback and swallowed; under
     ``apply(strict=True)`` it is raised. Never wrap a call of the original function in this: what upstream raises must
-    reach the caller unchanged.
+    reach the caller unchanged. Exceptions of the classes ``meant`` are meant for the caller.
     """
     try:
         yield
+    except meant:
+        raise
     except Exception:
         if is_strict():
             raise

@@ -121,7 +121,9 @@ def _read(
     kwargs: dict[str, Any],
     delegates: bool,
 ) -> Any:
-    widened = _load.widened or {}
+    widened = _load.widened
+    if not widened:
+        return original(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
     # Listed before the call: the zarr strategies replace the leaves of the dict in place.
     mine = [widened[id(leaf)] for _, leaf in leaves(sharded_state_dict) if id(leaf) in widened]
     loaded = original(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
@@ -201,9 +203,9 @@ def targets(sharded_state_dict: Any) -> list[Target]:
 
 def remember(found: list[Target], loaded: Any, checkpoint_dir: Any) -> None:
     """Remember what ``dist_checkpointing.load`` brought for each of the Parameters that :func:`targets` found."""
-    # fp32 parameters beside 16-bit ones are norms that Float16Module has not cast yet (or that stay fp32).
-    narrow = next((each.parameter.dtype for each in found if each.parameter.dtype.itemsize <= 2), None)
     with standing_aside("remembering what a distributed load brought"):
+        # fp32 parameters beside 16-bit ones are norms that Float16Module has not cast yet (or that stay fp32).
+        narrow = next((each.parameter.dtype for each in found if each.parameter.dtype.itemsize <= 2), None)
         originals = _originals(
             [each for each in found if quantized.is_quantized(each.parameter)], loaded, checkpoint_dir
         )

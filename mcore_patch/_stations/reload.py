@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mcore_patch._stations.matching import match
+from mcore_patch._stations.guard import standing_aside
+from mcore_patch._stations.matching import StateDictMismatchError, match
 from mcore_patch._stations.optimizers import strangers
 from mcore_patch._stations.remember import memory
 from mcore_patch._stations.report import reporter
@@ -27,17 +28,24 @@ def given(optimizer: Any, state_dict: Any, line: ReleaseLine) -> Iterator[None]:
     """
     with reporter.event():
         if state_dict is not None:
-            for name, parameter, tensor in match(optimizer, state_dict, line.quirks.state_dict_normalizers):
-                memory.loaded(parameter, tensor, ORIGIN, name=name)
+            with standing_aside("remembering the state dict given to a reload", StateDictMismatchError):
+                for name, parameter, tensor in match(optimizer, state_dict, line.quirks.state_dict_normalizers):
+                    memory.loaded(parameter, tensor, ORIGIN, name=name)
         yield
 
 
 def each(original: Callable[..., None], optimizer: Any, state_dict: Any) -> None:
     """The release's own reload, inside :func:`given`; only optimizers that we do not know get the state dict itself."""
-    if state_dict is None or not strangers(optimizer):
+    chained = getattr(optimizer, "chained_optimizers", None)
+    unknown: list[Any] = []
+    if state_dict is not None:
+        with standing_aside("looking for optimizers that we do not know"):
+            unknown = [child for child in chained or [optimizer] if strangers(child)]
+    if not unknown:
         original(optimizer)
-    elif not hasattr(optimizer, "chained_optimizers"):
+    elif chained is None:
         original(optimizer, state_dict)
     else:
-        for child in optimizer.chained_optimizers:
-            child.reload_model_params(**({"state_dict": state_dict} if strangers(child) else {}))
+        for child in chained:
+            known = all(child is not each for each in unknown)
+            child.reload_model_params(**({} if known else {"state_dict": state_dict}))

@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from mcore_patch._stations import quantized
+from mcore_patch._stations.guard import standing_aside
 from mcore_patch._stations.identity import ByIdentity
 from mcore_patch._stations.parameters import can_be_compared, is_plain, loses_in
 
@@ -149,15 +150,22 @@ class Memory:
         torch swaps the contents of subclass parameters when a module is cast or moved (``Module._apply``), and refuses
         that where weak references to them exist. The objects stay the same, so what is known of them stays true.
         """
-        known = [(each, self.known(each)) for each in parameters]
-        for parameter, _ in known:
-            self.forget(parameter)
+        known: list[tuple[torch.nn.Parameter, Source | Settled | Exact | None]] = []
+        gone = False
+        with standing_aside("letting go of parameters that may be swapped"):
+            known += [(each, self.known(each)) for each in parameters]
+            for parameter, _ in known:
+                self.forget(parameter)
+            gone = True
+        if not gone:
+            self.clear()
         try:
             yield
         finally:
-            for parameter, what in known:
-                if what is not None:
-                    self._known[parameter] = what
+            with standing_aside("knowing parameters again that may have been swapped"):
+                for parameter, what in known:
+                    if what is not None:
+                        self._known[parameter] = what
 
     def forget(self, parameter: torch.nn.Parameter) -> None:
         """Drop what the last load said of ``parameter``."""
@@ -195,18 +203,20 @@ class Memory:
 
     def _before_forward(self, module: torch.nn.Module, _args: object) -> None:
         """Release what belongs to a module that is about to run; each module is walked once between two loads."""
-        if module not in self._seen:
-            self._seen.add(module)
-            for parameter in module.parameters():
-                self.forget(parameter)
-        if self.empty:
-            self._unwatch()
+        with standing_aside("forgetting the weights of a module that runs"):
+            if module not in self._seen:
+                self._seen.add(module)
+                for parameter in module.parameters():
+                    self.forget(parameter)
+            if self.empty:
+                self._unwatch()
 
 
 def same_memory(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Whether ``tensor`` is ``parameter``, of the same dtype, under another name."""
     same_kind = tensor.dtype is parameter.dtype and tensor.device == parameter.device
-    return same_kind and tensor.data_ptr() == parameter.data_ptr()
+    # Those without elements are all at no address.
+    return same_kind and tensor.numel() > 0 and tensor.data_ptr() == parameter.data_ptr()
 
 
 memory = Memory()

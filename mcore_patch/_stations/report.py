@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 
+from mcore_patch._stations.guard import standing_aside
+
 logger = logging.getLogger("mcore_patch")
 
 SourceKind = Literal["checkpoint", "model", "optimizer state"]
@@ -72,7 +74,8 @@ class Reporter:
             yield
         finally:
             collected, self._open = self._open, None
-            self._close(collected)
+            with standing_aside("reporting where masters came from"):
+                self._close(collected)
 
     def add(self, parameter: torch.nn.Parameter, record: MasterRecord, changed: torch.Tensor | None = None) -> None:
         """Record where a master came from; ``changed`` is a 0-d count, read only when the event ends (one sync)."""
