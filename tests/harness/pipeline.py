@@ -181,7 +181,9 @@ def load(scenario: Scenario, folder: Path, chunks: Chunks, optimizer: Any = None
         template = _keyed(chunks, _sharded_state)
         if scenario.then == "resume":
             template["optimizer"] = _optimizer_sharded_state(scenario, chunks, optimizer, is_loading=True)
-        state = dist_checkpointing.load(template, str(folder), _strategy(scenario, folder))
+        # The two-stage strategy joins paths by `/` (since 0.13 `load` makes no Path of what it is given).
+        where: Any = folder if scenario.load == "two-stage" else str(folder)
+        state = dist_checkpointing.load(template, where, _strategy(scenario, folder))
     for key, chunk in zip(_keys(chunks), chunks, strict=True):
         named = [name for name, _ in unwrapped(chunk).named_parameters()]
         for name in named[: scenario.missing]:
@@ -197,6 +199,10 @@ def _strategy(scenario: Scenario, folder: Path) -> Any:
         from megatron.core.dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
 
         return TensorStoreLoadShardedStrategy(load_directly_on_device=True)
+    if scenario.load == "two-stage":
+        from megatron.core.dist_checkpointing.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+
+        return TwoStageDataParallelLoadShardedStrategy(parallel_state.get_data_parallel_group())
     return fully_parallel_load(folder) if scenario.load == "parallel" else None
 
 

@@ -36,7 +36,7 @@ class Scenario:
     fmt: Literal["torch", "torch_dist", "zarr"] = "torch_dist"
     disk: Dtype = "float32"
     save: Literal["plain", "parallel"] = "plain"
-    load: Literal["plain", "parallel", "on-device"] = "plain"
+    load: Literal["plain", "parallel", "on-device", "two-stage"] = "plain"
     saved_as: tuple[int, int] | None = None
     """(tp, pp) of the writer, for formats that reshard; None: as here."""
     missing: int = 0
@@ -102,7 +102,8 @@ def unavailable(scenario: Scenario, release: tuple[int, ...], mode: Mode = "stoc
         return "zarr has gone in 0.16; what would be written is torch_dist"
     if scenario.fmt == "zarr" and not all(find_spec(name) for name in ("zarr", "tensorstore")):
         return "zarr or tensorstore is not installed"
-    if scenario.fmt == "zarr" and scenario.load == "parallel" and scenario.disk != scenario.params:
+    broadcasts = scenario.load == "parallel" or (scenario.load == "two-stage" and scenario.dp > 1)
+    if scenario.fmt == "zarr" and broadcasts and scenario.disk != scenario.params:
         return "upstream broadcasts the disk's dtype into the parameters': gloo ends the process"
     if "parallel" in (scenario.save, scenario.load) and release < (0, 7):
         return "fully parallel saving and loading have come in 0.7"
