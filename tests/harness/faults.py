@@ -8,12 +8,14 @@ included.
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
 import inspect
+import logging
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -177,3 +179,36 @@ def _holder(module: str, name: str) -> FunctionType:
     function = inspect.unwrap(found)
     assert isinstance(function, FunctionType)
     return function
+
+
+def on_ranks(
+    scenario: Any, folder: Path, patched: bool, step: str = "", failing: tuple[int, ...] = ()
+) -> tuple[list[str], dict[str, str], list[str]]:
+    """A scenario on real megatron-core, in which ``step`` fails on some ranks.
+
+    This rank's digests of masters and of the model, and the WARNINGs.
+    """
+    import torch
+
+    from . import masters as measure
+    from . import pipeline as p
+    from .models import initialize_parallel
+
+    initialize_parallel(scenario)
+    truth = p.read_truth(scenario, folder)
+    heard: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mcore_patch").addHandler(handler)
+    if patched:
+        import mcore_patch
+
+        mcore_patch.apply()
+    fails = torch.distributed.get_rank() in failing
+    with fault(step, Plan()) if fails else nullcontext():
+        pipeline = p.build_and_load(scenario, "patched" if patched else "stock", folder, truth)
+    masters = [
+        hashlib.sha256(master.detach().float().contiguous().numpy().tobytes()).hexdigest()
+        for _, master, _ in measure.masters_of(pipeline.optimizer)
+    ]
+    return masters, measure.model_snapshot(pipeline.chunks), heard
