@@ -15,7 +15,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from mcore_patch.compat import Target
 
@@ -115,8 +115,8 @@ def inspect_live(module: types.ModuleType, target: Target, signatures: frozenset
         return Verdict("skipped", Reason.SIGNATURE_UNKNOWN, f"its signature cannot be read: {error}")
     if signature not in signatures:
         return Verdict("skipped", Reason.SIGNATURE_UNKNOWN, signature_detail(signature, signatures))
-    if isinstance(owner, type) and function is raw and type(raw) is not types.FunctionType:
-        function = _calling(function)
+    if isinstance(owner, type) and _is_proxy(raw):
+        function = _calling(raw)
     innermost = inspect.unwrap(function)
     origin = f"{innermost.__module__}:{innermost.__qualname__}"
     return Live(owner, attribute, raw, function, None if origin == target.path else origin)
@@ -212,14 +212,18 @@ def _closure(record: Record, original: Function, wrapper: Function, accepts_also
     return installed
 
 
+def _is_proxy(slot: object) -> bool:
+    return type(slot) is not types.FunctionType and isinstance(slot, types.FunctionType)
+
+
 def _calling(proxy: Any) -> types.FunctionType:
     """Return a function that calls a proxy in a class as Python does, bound: wrapt's tell the instance by that."""
 
-    @functools.wraps(proxy)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return proxy.__get__(self, type(self))(*args, **kwargs)
 
-    return call
+    functools.update_wrapper(call, proxy)
+    return cast(types.FunctionType, call)
 
 
 def _function_in(slot: object) -> object:
