@@ -127,6 +127,8 @@ def unavailable(scenario: Scenario, release: tuple[int, ...], mode: Mode = "stoc
         return "several instances of the distributed optimizer have come in 0.10"
     if scenario.instances > 1 and not scenario.distributed:
         return "there are several instances of the distributed optimizer only"
+    if scenario.instances > 1 and scenario.ep > 1 and release < (0, 13):
+        return "several instances and expert parallelism go together from 0.13 on"
     if scenario.sharding is not None:
         first, last = _SHARDINGS[scenario.sharding]
         if not first <= release[:2] <= last:
