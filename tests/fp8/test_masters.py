@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from pkgutil import iter_modules
 
 import pytest
@@ -91,9 +92,10 @@ def test_other_ways_to_load_a_distributed_checkpoint(run: Runs, case: str, disk:
     stock, patched = (run(case, patched, 2, recipe=recipe, disk=disk) for patched in (False, True))
     assert stock[0].differing > stock[0].total // 2
     assert patched[0].differing == 0
-    for theirs, ours in zip(stock, patched, strict=True):
-        assert ours.model == theirs.model
-        assert ours.work == theirs.work
+    assert [rank.model for rank in patched] == [rank.model for rank in stock]
+    # Which rank reads what follows from the sizes of the tensors, and some are loaded in a wider dtype.
+    work = [sum((rank.work for rank in ranks), Counter()) for ranks in (stock, patched)]
+    assert work[0] == work[1]
 
 
 def test_every_quantized_class_of_the_release_is_recognised() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +17,11 @@ import pytest
 import torch
 
 RANKS = min(2, torch.cuda.device_count())
-SCRIPT = """
+CODE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from test_cuda import main
-main(sys.argv[2], patched=sys.argv[3] == "patched")
+main(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), patched=sys.argv[5] == "patched")
 """
 
 
@@ -37,19 +36,25 @@ def test_masters_are_the_checkpoints_on_cuda_and_parameters_are_stocks(tmp_path:
 
 
 def run(folder: Path, mode: str) -> dict[str, Any]:
-    """What the first of the ranks saw."""
-    script = folder / "ranks.py"
-    script.write_text(SCRIPT)
+    """What the first of the ranks, each a fresh process, saw."""
     answer = folder / f"{mode}.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    command += [str(script), str(Path(__file__).parent), str(answer), mode]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=folder)
-    assert done.returncode == 0, done.stderr[-4000:]
+    started = [sys.executable, "-W", "ignore", "-c", CODE, str(Path(__file__).parent), str(answer)]
+    ranks = [
+        subprocess.Popen([*started, str(rank), str(RANKS), mode], stderr=subprocess.PIPE, text=True, cwd=folder)
+        for rank in range(RANKS)
+    ]
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=600)
+            assert rank.returncode == 0, errors[-4000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
     found: dict[str, Any] = json.loads(answer.read_text())
     return found
 
 
-def main(answer: str, patched: bool) -> None:
+def main(answer: str, rank: int, ranks: int, patched: bool) -> None:
     """One rank: write the checkpoint, load it as Megatron-LM does, compare the masters with it, step."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -57,8 +62,9 @@ def main(answer: str, patched: bool) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
 
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl")
+    torch.cuda.set_device(rank)
+    store = Path(answer).with_suffix(".store").as_uri()
+    torch.distributed.init_process_group("nccl", init_method=store, rank=rank, world_size=ranks)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
     if patched:
@@ -67,7 +73,7 @@ def main(answer: str, patched: bool) -> None:
         mcore_patch.apply(strict=True)
 
     checkpoint = Path(answer).with_suffix("")
-    if torch.distributed.get_rank() == 0:
+    if rank == 0:
         checkpoint.mkdir()
     torch.distributed.barrier()
     plain = build(torch.float32)
@@ -108,7 +114,7 @@ def main(answer: str, patched: bool) -> None:
         generator = torch.Generator().manual_seed(len(name))
         parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
     optimizer.step()
-    if torch.distributed.get_rank() == 0:
+    if rank == 0:
         differing, total = counts.tolist()
         found = {"differing": differing, "total": total, "devices": sorted(devices), "model": before}
         Path(answer).write_text(json.dumps({**found, "stepped": digest(model)}))
