@@ -151,7 +151,7 @@ skip_missing_interpreters = false
 env_list =
     {_lines(everyday)}
 labels =
-    wide = {", ".join(wide_environments())}
+    wide = {", ".join(["unit-wide", *wide_environments()])}
     eras = {", ".join(era_environments())}
     ends = {", ".join(end_environments())}
 
@@ -162,6 +162,7 @@ wheel_build_env = .pkg
 uv_seed = true
 pass_env =
     CI
+    MCORE_PATCH_TEST_*
     PIP_*
     UV_*
 set_env =
@@ -201,7 +202,7 @@ commands =
     fp8-!wide: pytest tests/fp8 -m "not wide" {{posargs}}
     fp8-wide: pytest tests/fp8 {{posargs}}
     era: pytest tests/releases tests/engine/test_compile.py tests/stations -m "not wide and not edges" {{posargs}}
-    ends: pytest tests/engine --ignore tests/engine/test_compile.py {{posargs}}
+    ends: pytest tests/engine --ignore tests/engine/test_compile.py -m "not wide" {{posargs}}
 
 [testenv:lint]
 description = style, types, and generated files that are up to date
@@ -223,7 +224,42 @@ description = the engine and the stations, without megatron-core
 base_python = py311
 commands_pre =
 commands =
-    pytest {UNIT} {{posargs}}
+    pytest {UNIT} -m "not wide" {{posargs}}
+
+[testenv:unit-wide]
+description = the gate on every release, which it downloads or finds in MCORE_PATCH_TEST_RELEASES; every fault
+base_python = py311
+commands_pre =
+commands =
+    pytest {UNIT} -m wide {{posargs}}
+
+[testenv:coverage]
+description = the unit tests take every branch of the engine and of the stations
+base_python = py311
+commands_pre =
+deps =
+    {TORCH}
+    numpy<2
+    coverage>=7.10
+commands =
+    coverage erase
+    coverage run -m pytest {UNIT} -m "not wide" {{posargs}}
+    coverage combine -q
+    coverage report
+
+[testenv:mutants]
+description = what the tests of the engine and of the stations do not notice; docs/mutants.md explains what is left
+base_python = py311
+# mutmut copies the checkout and changes the copy.
+package = editable
+commands_pre =
+deps =
+    {TORCH}
+    numpy<2
+    mutmut==3.3.1
+commands =
+    mutmut run {{posargs}}
+    mutmut results
 
 [testenv:package]
 description = the sdist and the wheel, and the package as a user gets it from the wheel

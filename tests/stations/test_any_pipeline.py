@@ -17,6 +17,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.edges
+
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 WIDTH = {torch.float64: (11, 52), torch.float32: (8, 23), torch.float16: (5, 10), torch.bfloat16: (8, 7)}
 

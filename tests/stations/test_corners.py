@@ -19,6 +19,8 @@ import torch.distributed.checkpoint as dcp
 import mcore_patch
 from mcore_patch._stations.remember import memory
 
+pytestmark = pytest.mark.edges
+
 
 @pytest.fixture(autouse=True)
 def _patched() -> Iterator[None]:

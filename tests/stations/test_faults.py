@@ -21,6 +21,8 @@ from harness.faults import Plan, fault, steps, taken
 
 from mcore_patch._stations import parameters
 
+pytestmark = pytest.mark.edges
+
 # These have no stock behaviour to fall back to: they are what falls back, or what puts back.
 EXEMPT = {
     "guard.standing_aside": "it is what stands aside; four statements, none of which can fail",
