@@ -87,7 +87,7 @@ def test_masters_from_optimizer_state_win(run: Runs, optimizer: str, experts: di
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("optimizer", ["distributed", "plain", "offload-precision-aware", "layer-wise"])
+@pytest.mark.parametrize("optimizer", ["distributed", "plain", "offload-precision-aware"])
 def test_masters_from_optimizer_state_win_over_weights_that_came_first(run: Runs, optimizer: str) -> None:
     scenario = _scenario(optimizer, fmt="torch", order="weights-first", then="resume")
     patched = run(scenario, "patched")
