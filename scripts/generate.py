@@ -26,9 +26,6 @@ TORCH = "torch==2.13.0"
 # The tests that need no megatron-core.
 UNIT = "tests/engine tests/stations tests/cli tests/test_cli.py"
 
-# Their fakes are those of a newer line than the one that is installed.
-NO_FAULTS = "--ignore tests/stations/test_faults.py"
-
 # What else the tests of the releases run with. 0.15 and older call numpy.product and read zarr 2.
 PINS = (
     TORCH,
@@ -204,7 +201,7 @@ commands =
     !fp8-wide: pytest tests/releases {{posargs}}
     fp8-!wide: pytest tests/fp8 -m "not wide" {{posargs}}
     fp8-wide: pytest tests/fp8 {{posargs}}
-    era: pytest tests/releases tests/engine/test_compile.py tests/stations {NO_FAULTS} -m "not wide and not edges" {{posargs}}
+    era: pytest tests/releases tests/engine/test_compile.py tests/stations -m "not wide and not edges" {{posargs}}
     ends: pytest tests/engine --ignore tests/engine/test_compile.py -m "not wide" {{posargs}}
 
 [testenv:lint]
