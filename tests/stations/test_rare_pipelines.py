@@ -1,0 +1,250 @@
+"""What few pipelines do: the branches that no other test of the stations takes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+import mcore_patch
+from mcore_patch._stations import disk, guard
+from mcore_patch._stations.matching import StateDictMismatchError
+from mcore_patch._stations.remember import memory
+
+pytestmark = pytest.mark.edges
+
+
+@pytest.fixture(autouse=True)
+def _patched() -> Iterator[None]:
+    with tiny.installed(), tiny.patched():
+        yield
+
+
+class Model(tiny.MegatronModule):
+    """Two parameters."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, **config: bool) -> None:
+        super().__init__(SimpleNamespace(**config))
+        self.first = torch.nn.Parameter(torch.ones(3, 2, dtype=dtype))
+        self.register_parameter("none", None)
+        self.second = torch.nn.Parameter(torch.ones(5, dtype=dtype))
+
+
+def values(**more: torch.Tensor) -> tiny.Tensors:
+    seeded = torch.Generator().manual_seed(1)
+    return {"first": torch.randn(3, 2, generator=seeded), "second": torch.randn(5, generator=seeded), **more}
+
+
+def masters(optimizer: Any) -> list[torch.Tensor]:
+    return [main for *_, main in tiny.masters_of(optimizer)]
+
+
+def load(state: Any, **how: Any) -> Any:
+    serialization: Any = sys.modules["megatron.core.dist_checkpointing.serialization"]
+    return serialization.load(state, "disk", **how)
+
+
+def same(optimizer: Any, wanted: list[torch.Tensor]) -> bool:
+    return all(torch.equal(main, each.reshape(-1)) for main, each in zip(masters(optimizer), wanted, strict=True))
+
+
+def reasons() -> set[str]:
+    return {record.reason for record in mcore_patch.report()}
+
+
+def test_a_strict_pipeline_gets_our_errors() -> None:
+    mcore_patch.apply(strict=True, only=["module_load_state_dict", "module_leaf_load"])
+    with pytest.raises(ZeroDivisionError), guard.standing_aside("dividing"):
+        raise ZeroDivisionError
+    mcore_patch.apply()
+    with guard.standing_aside("dividing"):
+        raise ZeroDivisionError
+
+
+def test_an_error_of_the_load_itself_reaches_the_pipeline_and_targets_are_as_before() -> None:
+    model = Model()
+    tiny.CHECKPOINTS["disk"] = values()
+    state = model.sharded_state_dict()
+    del tiny.CHECKPOINTS["disk"]["second"]
+    with pytest.raises(KeyError, match="second"):
+        load(state)
+    assert state["first"].data is model.first
+    assert state["first"].dtype is torch.bfloat16
+
+
+def test_a_target_without_data_gets_the_dtype_on_disk() -> None:
+    model = Model()
+    tiny.CHECKPOINTS["disk"] = values(first=values()["first"].half())
+    state = model.sharded_state_dict()
+    for leaf in state.values():
+        leaf.data = None
+    state["exact"] = tiny.ShardedTensor("exact", torch.zeros(2, dtype=torch.bfloat16))
+    state["wide"] = tiny.ShardedTensor("wide", torch.zeros(2))
+    tiny.CHECKPOINTS["disk"] |= {"exact": torch.ones(2, dtype=torch.bfloat16), "wide": torch.ones(2)}
+    loaded = load(state)
+    assert [loaded[name].dtype for name in state] == [torch.float16, torch.float32, torch.bfloat16, torch.float32]
+    model.load_state_dict({name: loaded[name] for name in ("first", "second")})
+    assert same(tiny.distributed(model), [values()["first"].half().float(), values()["second"]])
+
+
+def test_a_load_of_wide_targets_is_left_alone() -> None:
+    model = Model(torch.float32)
+    tiny.CHECKPOINTS["disk"] = values()
+    model.load_state_dict(load(model.sharded_state_dict()))
+    assert torch.equal(model.first, values()["first"])
+
+
+def test_parameters_in_lists_are_found_again_and_what_is_gone_is_passed_over() -> None:
+    model = Model()
+    optimizer = tiny.distributed(model)
+    tiny.CHECKPOINTS["disk"] = values()
+
+    class Forgets(tiny.TorchDistLoadShardedStrategy):
+        """Returns other containers than it was given."""
+
+        def load(self, sharded_state_dict: Any, checkpoint_dir: str) -> Any:
+            super().load(sharded_state_dict, checkpoint_dir)
+            return {"list": sharded_state_dict["list"][:1], "other": 3}
+
+    state = model.sharded_state_dict()
+    load({"list": [state["first"], state["second"]], "other": {"deep": state["second"]}}, sharded_strategy=Forgets())
+    optimizer.reload_model_params()
+    assert masters(optimizer)[0].numel() == 6
+
+
+def test_a_bare_torch_module_is_not_watched() -> None:
+    linear = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    linear.load_state_dict({"weight": torch.randn(2, 2), "bias": torch.randn(2)})
+    assert memory.empty
+    sys.modules.pop("megatron.core.transformer.module")
+    Model().load_state_dict(values())
+    assert memory.empty
+
+
+def test_an_fp16_model_whose_weights_come_before_its_cast() -> None:
+    model = Model(torch.float32, fp16=True)
+    model.load_state_dict(values())
+    optimizer = tiny.plain(tiny.Float16Module(model, torch.float16))
+    assert same(optimizer, list(values().values()))
+
+
+def test_an_inner_optimizer_that_is_not_known_is_left_alone_and_told() -> None:
+    model = Model()
+    inner = SimpleNamespace(param_groups=[], name_to_dtype_map={})
+    optimizer = tiny.distributed(model, inner)
+    model.load_state_dict(values())
+    optimizer.reload_model_params()
+    assert reasons() == {"an inner optimizer that we do not know holds it"}
+
+
+def test_a_hybrid_optimizer_that_steps_16_bit_copies_has_no_masters() -> None:
+    model = Model()
+    inner = tiny.HybridDeviceOptimizer()
+    optimizer = tiny.distributed(model, inner)
+    inner.param_to_inner_param = {main: main.bfloat16() for main in inner.param_to_inner_param}
+    model.load_state_dict(values())
+    optimizer.reload_model_params()
+    assert reasons() == {"it steps a 16-bit copy: there is no fp32 master"}
+
+
+def test_fused_adams_copy_of_an_fp32_parameter_follows_a_load() -> None:
+    model = Model(torch.float32)
+    adam = tiny.FusedAdam()
+    optimizer = tiny.distributed(model, adam)
+    for shard in optimizer.shard_fp32_groups[0]:
+        adam.initialize_state(shard, False)
+    model.load_state_dict(values())
+    optimizer.reload_model_params()
+    for shard, wanted in zip(optimizer.shard_fp32_groups[0], values().values(), strict=True):
+        assert torch.equal(adam.get_unscaled_state(shard, "master_param"), wanted.reshape(-1))
+
+
+def test_masters_in_fp16_that_have_not_been_made_are_the_parameters() -> None:
+    model = Model()
+    optimizer = tiny.distributed(model, tiny.FusedAdam("fp16"))
+    model.load_state_dict({name: each.bfloat16() for name, each in values().items()})
+    optimizer.reload_model_params()
+    assert same(optimizer, [each.bfloat16().float() for each in values().values()])
+    assert all("loses nothing" in reason for reason in reasons())
+
+
+def test_a_state_dict_reaches_a_single_optimizer_that_is_not_known() -> None:
+    from mcore_patch._stations import reload
+
+    class Users:
+        """Of a user's own class."""
+
+        param_groups: Any = ()
+
+    seen: list[Any] = []
+    optimizer, state = Users(), {"a": 1}
+    reload.each(lambda *args: seen.append(args), optimizer, state)
+    assert seen == [(optimizer, state)]
+    reload.each(lambda *args: seen.append(args), optimizer, None)
+    assert seen[1:] == [(optimizer,)]
+
+
+def test_a_parameter_changed_after_its_master_was_written_takes_it_along() -> None:
+    model = Model()
+    optimizer = tiny.distributed(model)
+    model.load_state_dict(values())
+    optimizer.reload_model_params()
+    with torch.no_grad():
+        model.second.neg_()
+    optimizer.reload_model_params()
+    assert same(optimizer, [values()["first"], model.second.float()])
+    assert reasons() >= {"the parameter no longer is what the checkpoint said"}
+
+
+def test_a_loaded_tensor_that_is_changed_before_its_use_is_not_believed() -> None:
+    for inner in (None, tiny.FusedAdam("remainders")):
+        model, state = Model(), values()
+        optimizer = tiny.distributed(model, inner)
+        model.load_state_dict(state)
+        state["second"].add_(1)
+        optimizer.reload_model_params()
+        assert torch.equal(masters(optimizer)[1], model.second.float())
+        assert "the loaded tensor was changed in place after the load" in reasons()
+
+
+def test_a_parameter_changed_between_two_writes_of_remainders_is_not_believed() -> None:
+    model = Model()
+    optimizer = tiny.distributed(model, tiny.FusedAdam("remainders"))
+    model.load_state_dict(values())
+    with torch.no_grad():
+        model.second.add_(1)
+    optimizer.reload_model_params()
+    assert torch.equal(masters(optimizer)[1], model.second.float())
+
+
+def test_a_name_that_the_state_dict_lacks_is_told_by_its_last_load() -> None:
+    model = Model()
+    optimizer = tiny.plain(model)
+    model.load_state_dict(values())
+    state = {"model": values(first=torch.zeros(7))}
+    del state["model"]["second"]
+    with pytest.raises(StateDictMismatchError, match=r"first.*\(7,\) found.*second.*not in the state dict"):
+        optimizer.reload_model_params(state)
+
+
+def test_a_module_that_runs_twice_is_walked_once() -> None:
+    model, other = Model(), Model()
+    model.load_state_dict(values())
+    other.load_state_dict(values())
+    model.forward = lambda: None
+    model()
+    model()
+    assert memory.source(other.first) is not None
+    assert memory.source(model.first) is None
+
+
+def test_a_plan_of_this_rank_alone_needs_nothing_of_the_others() -> None:
+    shards = disk._Shards.__new__(disk._Shards)
+    assert shards.create_global_plan([]) == []
+    plan = SimpleNamespace()
+    assert shards.finish_plan(plan) is plan  # type: ignore[arg-type, comparison-overlap]
