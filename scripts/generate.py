@@ -248,7 +248,7 @@ commands =
     coverage report
 
 [testenv:mutants]
-description = what the tests of the engine and of the stations do not notice; docs/mutants.md explains what is left
+description = what the tests of the engine and of the stations do not notice
 base_python = py311
 # mutmut copies the checkout and changes the copy.
 package = editable

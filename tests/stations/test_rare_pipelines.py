@@ -248,3 +248,49 @@ def test_a_plan_of_this_rank_alone_needs_nothing_of_the_others() -> None:
     assert shards.create_global_plan([]) == []
     plan = SimpleNamespace()
     assert shards.finish_plan(plan) is plan  # type: ignore[arg-type, comparison-overlap]
+
+
+def test_a_wrapper_that_passes_load_state_dict_on_is_one_load() -> None:
+    class Wrapper(torch.nn.Module):
+        """As DistributedDataParallel of megatron-core."""
+
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+            return self.module.load_state_dict(state_dict, strict)
+
+    class Outer(Wrapper):
+        """Calls the load of its content from within its own."""
+
+        def _load_from_state_dict(self, state_dict: Any, *args: Any) -> None:
+            self.module.load_state_dict(values())
+
+    model = Model()
+    optimizer = tiny.distributed(model)
+    torch.nn.Module.load_state_dict(Outer(model), {}, strict=False)
+    optimizer.reload_model_params()
+    assert same(optimizer, list(values().values()))
+
+
+def test_under_torchs_swapping_flag_a_second_load_finds_nobody_holding_a_parameter() -> None:
+    flag = getattr(torch.__future__, "set_swap_module_params_on_conversion", lambda _: None)
+    model = Model()
+    optimizer = tiny.distributed(model)
+    flag(True)
+    try:
+        for _ in range(2):
+            model.load_state_dict(values())
+    finally:
+        flag(False)
+    optimizer.reload_model_params()
+    assert same(optimizer, list(values().values()))
+
+
+def test_verification_names_the_rank_of_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mcore_patch._stations import verify
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 4)
+    assert verify._rank() == "4"

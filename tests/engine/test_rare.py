@@ -1,0 +1,137 @@
+"""What rarely happens to the engine: races that others win, specs of a user's own making, a torch half torn down."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import wrapt
+from engine_fakes import FILES, TARGETS, WRAPPERS, make_engine, marking, write_tree
+
+from mcore_patch._engine import Engine, imports, logs
+from mcore_patch._engine.source import package_in
+
+NAMES = ["megatron", "megatron.core", "megatron.core.optimizer", "megatron.core.optimizer.optimizer"]
+
+
+@pytest.fixture
+def optimizer(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """Its module, imported, in a megatron-core 0.19 without sources."""
+    for name in NAMES:
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["megatron.core"].__version__ = "0.19.0"  # type: ignore[attr-defined]
+    module = sys.modules[NAMES[-1]]
+    exec(FILES["megatron/core/optimizer/optimizer.py"], vars(module))
+    return module
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    engine = make_engine(tmp_path)
+    yield engine
+    engine.revert()
+
+
+def test_somebody_else_who_patches_while_a_wrapper_is_made_is_not_lost(tmp_path: Path, optimizer: Any) -> None:
+    made: list[Any] = []
+
+    def slow(original: Any, line: Any) -> Any:
+        made.append(original)
+        if len(made) == 1:
+            optimizer.Optimizer.step = lambda self, value: ["theirs", value]
+        return marking("patched")(original, line)
+
+    engine = make_engine(tmp_path, {**WRAPPERS, "method": slow})
+    assert engine.apply()["method"].state == "applied"
+    assert len(made) == 2
+    assert optimizer.Optimizer().step(1) == ["patched", "theirs", 1]
+    engine.revert()
+
+
+def test_a_revert_while_a_wrapper_is_made_wins(tmp_path: Path, optimizer: Any) -> None:
+    engines: list[Engine] = []
+
+    def slow(original: Any, line: Any) -> Any:
+        engines[0].revert()
+        return marking("patched")(original, line)
+
+    engines.append(make_engine(tmp_path, {**WRAPPERS, "method": slow}))
+    before = vars(optimizer.Optimizer)["step"]
+    assert engines[0].apply()["method"].state in ("off", "reverted")
+    assert vars(optimizer.Optimizer)["step"] is before
+
+
+def test_a_module_that_is_gone_from_sys_modules_is_not_patched_any_more(engine: Engine, optimizer: Any) -> None:
+    assert engine.apply()["method"].state == "applied"
+    del sys.modules[NAMES[-1]]
+    assert engine.status()["method"].reason == "replaced"
+    sys.modules[NAMES[-1]] = optimizer
+
+
+def test_a_tree_and_a_wheel_are_judged_without_being_installed(engine: Engine, tmp_path: Path) -> None:
+    decision = engine.examine(package_in(write_tree(tmp_path / "tree")))
+    assert {verdict.kind for verdict in decision.verdicts.values()} == {"verified"}
+
+
+def test_an_unknown_id_is_an_error(engine: Engine) -> None:
+    status = engine.status()
+    assert [target.id for target in status.targets] == list(TARGETS)
+    with pytest.raises(KeyError, match="nonsense"):
+        status["nonsense"]
+
+
+def test_a_half_imported_module_with_a_spec_of_its_own_making_is_patched_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = types.ModuleType("of_its_own_making")
+    module.__spec__ = SimpleNamespace(_initializing=True, name=module.__name__)  # type: ignore[assignment]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    seen: list[types.ModuleType] = []
+    imports.when_imported(module.__name__, seen.append)
+    assert seen == [module]
+
+
+def test_a_module_whose_import_ends_while_it_is_looked_at_is_called_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ends(types.ModuleType):
+        """Its import ends between two looks at its spec."""
+
+    module = Ends("ends_meanwhile")
+    module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    answers = iter([True, False])
+    monkeypatch.setattr(imports, "_is_half_imported", lambda _: next(answers))
+    seen: list[types.ModuleType] = []
+    imports.when_imported(module.__name__, seen.append)
+    assert seen == [module]
+    assert type(module.__spec__) is importlib.machinery.ModuleSpec
+
+
+def test_a_wrapt_that_cannot_wait_twice_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(wrapt, "register_post_import_hook", refuse)
+    imports.when_imported("json", lambda _: None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_of_the_process_group_speaks(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    distributed = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, get_rank=lambda: rank)
+    monkeypatch.setitem(sys.modules, "torch.distributed", distributed)  # type: ignore[arg-type]
+    monkeypatch.setenv("RANK", "7")
+    assert logs.speaks() is (rank == 0)
+
+
+def test_a_torch_that_is_half_imported_or_torn_down_leaves_it_to_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed", SimpleNamespace())  # type: ignore[arg-type]
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert logs.speaks() is (rank == "0")
