@@ -92,8 +92,10 @@ def test_other_ways_to_load_a_distributed_checkpoint(run: Runs, case: str, disk:
     stock, patched = (run(case, patched, 2, recipe=recipe, disk=disk) for patched in (False, True))
     assert stock[0].differing > stock[0].total // 2
     assert patched[0].differing == 0
-    assert [rank.model for rank in patched] == [rank.model for rank in stock]
-    # Which rank reads what follows from the sizes of the tensors, and some are loaded in a wider dtype.
+    # Which rank reads what follows from the sizes of the tensors, and some are loaded in a wider dtype. With delayed
+    # scaling the amax history of the rank that has read differs from the others', in stock too: compared as a set.
+    for name in stock[0].model:
+        assert sorted(rank.model[name] for rank in patched) == sorted(rank.model[name] for rank in stock)
     work = [sum((rank.work for rank in ranks), Counter()) for ranks in (stock, patched)]
     assert work[0] == work[1]
 
