@@ -176,11 +176,11 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return bool(((a.view(kind) == b.view(kind)) | (a.isnan() & b.isnan())).all())
 
 
-Result = tuple[list[bytes], list[tuple[int, int, int, torch.Tensor]], dict[int, torch.Tensor], list[Any]]
+Result = tuple[list[torch.Tensor], list[tuple[int, int, int, torch.Tensor]], dict[int, torch.Tensor], list[Any]]
 
 
 def run(specs: list[Spec], events: list[Event], how: dict[str, Any]) -> Result:
-    """The model's bits; each master with its parameter's index and range; the sources that masters should have.
+    """The model's values; each master with its parameter's index and range; the sources that masters should have.
 
     A source holds from a load until another load of the parameter, or the first forward of the model, or until the
     masters are written: then the master itself holds.
@@ -266,10 +266,10 @@ def run(specs: list[Spec], events: list[Event], how: dict[str, Any]) -> Result:
     if optimizer is not None:
         optimizer.reload_model_params()
         settle()
-    bits = [bytes(each.detach().contiguous().reshape(-1).view(torch.uint8).numpy()) for each in parameters]
+    held = [each.detach().clone() for each in parameters]
     masters = [] if optimizer is None else list(tiny.masters_of(optimizer))
     found = [(first[id(parameter)], start, stop, main) for parameter, start, stop, main in masters]
-    return bits, found, {index: each for index, each in expected.items() if each is not None}, raised
+    return held, found, {index: each for index, each in expected.items() if each is not None}, raised
 
 
 def forget_on_forward(model: torch.nn.Module) -> None:
@@ -292,7 +292,8 @@ def test_a_master_is_the_checkpoints_value_or_stocks_and_the_model_is_stocks(
     with tiny.stock():
         model, stock, _, raised = run(*pipeline)
     ours_model, ours, sources, ours_raised = run(*pipeline)
-    assert ours_model == model
+    # torch's cast of a NaN without a dimension is 0x7fc0 or 0xffff, by what it has not said (2.13, CPU, stock alone).
+    assert all(same(one, other) for one, other in zip(ours_model, model, strict=True))
     assert ours_raised == raised
     for (index, start, stop, main), (*_, stocks) in zip(ours, stock, strict=True):
         if index in sources:
