@@ -236,6 +236,8 @@ commands =
 [testenv:coverage]
 description = the unit tests take every branch of the engine and of the stations
 base_python = py311
+# Subprocesses that start in the checkout find the package there, without compat/.
+package = editable
 commands_pre =
 deps =
     {TORCH}
