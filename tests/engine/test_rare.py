@@ -14,7 +14,7 @@ import pytest
 import wrapt
 from engine_fakes import FILES, TARGETS, WRAPPERS, make_engine, marking, write_tree
 
-from mcore_patch._engine import Engine, imports, logs
+from mcore_patch._engine import Engine, examine, imports, logs
 from mcore_patch._engine.source import package_in
 
 NAMES = ["megatron", "megatron.core", "megatron.core.optimizer", "megatron.core.optimizer.optimizer"]
@@ -135,3 +135,8 @@ def test_a_torch_that_is_half_imported_or_torn_down_leaves_it_to_the_environment
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         assert logs.speaks() is (rank == "0")
+
+
+def test_a_folder_without_megatron_core_cannot_be_examined(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="found no megatron/core"):
+        examine(tmp_path)

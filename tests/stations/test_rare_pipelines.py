@@ -13,6 +13,7 @@ import torch
 
 import mcore_patch
 from mcore_patch._stations import disk, guard
+from mcore_patch._stations import masters as masters_module
 from mcore_patch._stations.matching import StateDictMismatchError
 from mcore_patch._stations.remember import memory
 
@@ -115,6 +116,51 @@ def test_parameters_in_lists_are_found_again_and_what_is_gone_is_passed_over() -
     load({"list": [state["first"], state["second"]], "other": {"deep": state["second"]}}, sharded_strategy=Forgets())
     optimizer.reload_model_params()
     assert masters(optimizer)[0].numel() == 6
+
+
+def test_a_frozen_quantized_parameter_is_not_read_once_more() -> None:
+    class Drops(tiny.TorchDistLoadShardedStrategy):
+        """Returns nothing for it."""
+
+        def load(self, sharded_state_dict: Any, checkpoint_dir: str) -> Any:
+            loaded = super().load(sharded_state_dict, checkpoint_dir)
+            return {name: each for name, each in loaded.items() if name != "quantized"}
+
+    for strategy in (None, Drops()):
+        model = Model()
+        model.quantized = torch.nn.Parameter(tiny.Float8Tensor(torch.ones(4, 4)), requires_grad=False)
+        tiny.CHECKPOINTS["disk"] = values(quantized=torch.full((4, 4), 0.3))
+        load(model.sharded_state_dict(), **({} if strategy is None else {"sharded_strategy": strategy}))
+        assert memory.source(model.first) is not None
+        assert memory.known(model.quantized) is None
+
+
+def test_an_optimizer_that_shards_otherwise_starts_from_the_parameters() -> None:
+    model = Model()
+    halves = tiny.distributed(model, size=2)
+    model.load_state_dict(values())
+    halves.reload_model_params()
+    whole = tiny.distributed(model)
+    assert same(whole, [model.first.detach().float(), model.second.detach().float()])
+
+
+def test_parameters_that_fsdp_shares_out_are_left_to_it() -> None:
+    model = Model()
+    buffer = SimpleNamespace(
+        is_data_distributed=True,
+        locate_item_in_global_item=lambda index: (0, 3),
+        get_item=lambda index, only_shard: torch.zeros(3),
+    )
+    shared = SimpleNamespace(
+        params=[model.first], main_weight_buffer=buffer, model_weight_buffer=SimpleNamespace(is_data_distributed=True)
+    )
+    model.param_and_grad_buffer = SimpleNamespace(parameter_groups=[shared])
+    optimizer = tiny.distributed(model)
+    optimizer.ddp_config = SimpleNamespace(use_megatron_fsdp=True)
+    model.load_state_dict(values())
+    masters_module.write(optimizer, "reload_model_params", {}, reloaded=True)
+    assert reasons() == {"Megatron-FSDP has shared out the parameter, too"}
+    assert memory.source(model.first) is None
 
 
 def test_a_bare_torch_module_is_not_watched() -> None:
