@@ -115,7 +115,8 @@ SHARDINGS = {
     "fully_sharded_model_space": ((0, 11), (0, 15)),
     "dp_zero_gather_scatter": ((0, 11), (0, 19)),
     "fully_reshardable": ((0, 15), (0, 19)),
-    "dp_reshardable": ((0, 15), (0, 19)),
+    # Up to 0.16 upstream gives FusedAdam the mark of a padding, a bool, for a tensor (AttributeError).
+    "dp_reshardable": ((0, 17), (0, 19)),
 }
 _GATHERED = (None, "dp_zero_gather_scatter", "fully_reshardable")
 OFFERED = [name for name, (first, last) in SHARDINGS.items() if first <= MCORE[:2] <= last]
