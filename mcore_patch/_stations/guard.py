@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from mcore_patch._engine import is_strict
@@ -13,12 +13,13 @@ _said: set[str] = set()
 
 
 @contextmanager
-def standing_aside(step: str, *meant: type[Exception]) -> Iterator[None]:
+def standing_aside(step: str, *meant: type[Exception], otherwise: Callable[[], object] | None = None) -> Iterator[None]:
     """Run one of our own steps so that its failure leaves what megatron-core does by itself.
 
     An exception inside the block is logged once per ``step`` as a WARNING with its traceback and swallowed; under
     ``apply(strict=True)`` it is raised. Never wrap a call of the original function in this: what upstream raises must
-    reach the caller unchanged. Exceptions of the classes ``meant`` are meant for the caller.
+    reach the caller unchanged. Exceptions of the classes ``meant`` are meant for the caller. ``otherwise`` is called
+    where one was swallowed.
     """
     try:
         yield
@@ -35,3 +36,5 @@ def standing_aside(step: str, *meant: type[Exception]) -> Iterator[None]:
                 step,
                 exc_info=True,
             )
+        if otherwise is not None:
+            otherwise()

@@ -49,15 +49,11 @@ def loading(root: torch.nn.Module) -> Iterator[None]:
 def about_to_load_leaf(module: torch.nn.Module) -> None:
     """A module's own parameters are going to be loaded, which under torch's flag swaps them (see ``let_go``)."""
     if _state.loading:
-        has_let_go = False
-        with standing_aside("letting go of parameters that may be swapped"):
+        with standing_aside("letting go of parameters that may be swapped", otherwise=memory.clear):
             if _swaps():
                 for parameter in module._parameters.values():
                     if parameter is not None:
                         memory.forget(parameter)
-            has_let_go = True
-        if not has_let_go:
-            memory.clear()
 
 
 def _swaps() -> bool:

@@ -151,14 +151,10 @@ class Memory:
         that where weak references to them exist. The objects stay the same, so what is known of them stays true.
         """
         known: list[tuple[torch.nn.Parameter, Source | Settled | Exact | None]] = []
-        gone = False
-        with standing_aside("letting go of parameters that may be swapped"):
+        with standing_aside("letting go of parameters that may be swapped", otherwise=self.clear):
             known += [(each, self.known(each)) for each in parameters]
             for parameter, _ in known:
                 self.forget(parameter)
-            gone = True
-        if not gone:
-            self.clear()
         try:
             yield
         finally:
