@@ -123,23 +123,26 @@ def end_environments() -> list[str]:
     return [f"py{python}-{pair}-ends" for python in sorted(pythons) for pair in pairs]
 
 
+def fast_environments() -> list[str]:
+    """The short ring on every release, and the fp8 pairs of every run."""
+    return [*release_environments(), *fp8_environments(fast=True)]
+
+
 def wide_environments() -> list[str]:
     """Every scenario on every release, and every fp8 pair."""
-    names = [*release_environments(), *fp8_environments(fast=True), *fp8_environments(fast=False)]
-    return [f"{name}-wide" for name in names]
+    return [f"{name}-wide" for name in (*fast_environments(), *fp8_environments(fast=False))]
 
 
 def environments() -> list[str]:
     """The environments that run tests, in every ring."""
     rings = (wide_environments(), era_environments(), end_environments())
-    fast = ["unit", *release_environments(), *fp8_environments(fast=True)]
-    return [*fast, *(name for ring in rings for name in ring)]
+    return ["unit", *fast_environments(), *(name for ring in rings for name in ring)]
 
 
 def tox_ini() -> str:
     """tox.ini."""
     releases = [release for line in LINES for release in line.releases]
-    everyday = ["lint", "unit", "package", "demo", *release_environments(), *fp8_environments(fast=True)]
+    everyday = ["lint", "unit", "package", "demo", *fast_environments()]
     te_releases = dict.fromkeys(pair.te for pair in PAIRS)
     return f"""{HEADER}
 [tox]

@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +18,7 @@ import torch.distributed.checkpoint as dcp
 import mcore_patch
 from mcore_patch._stations.remember import memory
 
-pytestmark = pytest.mark.edges
-
-
-@pytest.fixture(autouse=True)
-def _patched() -> Iterator[None]:
-    with tiny.installed(), tiny.patched():
-        yield
+pytestmark = [pytest.mark.edges, pytest.mark.usefixtures("patched")]
 
 
 class Model(tiny.MegatronModule):

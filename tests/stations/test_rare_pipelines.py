@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +16,7 @@ from mcore_patch._stations import masters as masters_module
 from mcore_patch._stations.matching import StateDictMismatchError
 from mcore_patch._stations.remember import memory
 
-pytestmark = pytest.mark.edges
-
-
-@pytest.fixture(autouse=True)
-def _patched() -> Iterator[None]:
-    with tiny.installed(), tiny.patched():
-        yield
+pytestmark = [pytest.mark.edges, pytest.mark.usefixtures("patched")]
 
 
 class Model(tiny.MegatronModule):
