@@ -178,9 +178,12 @@ def expect(source: torch.Tensor | None, parameter: torch.Tensor) -> bool:
     """Whether a load of ``source`` into ``parameter`` loses, and the parameter is what it gave."""
     if source is None or source.dtype not in WIDTH or source.shape != parameter.shape:
         return False
+    return loses(source, parameter) and same(source.detach().to(parameter.dtype), parameter.detach())
+
+
+def loses(source: torch.Tensor, parameter: torch.Tensor) -> bool:
     disk, held = WIDTH[source.dtype], WIDTH[parameter.dtype]
-    loses = disk[0] > held[0] or disk[1] > held[1]
-    return loses and same(source.detach().to(parameter.dtype), parameter.detach())
+    return disk[0] > held[0] or disk[1] > held[1]
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -253,6 +256,8 @@ def run(specs: list[Spec], events: list[Event], how: dict[str, Any], *, stock: b
         return tiny.distributed(model, inner, rank=rank, size=size)
 
     expected: dict[int, torch.Tensor | None] = {}
+    # megatron-core gives these no new value when weights are reloaded, and none is needed where the old one holds.
+    keeps = how["optimizer"] == "precision-aware"
 
     def come(state: tiny.Tensors, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
         """A load has brought ``state``."""
@@ -260,16 +265,17 @@ def run(specs: list[Spec], events: list[Event], how: dict[str, Any], *, stock: b
             if name in state and state[name].shape == parameter.shape and state[name].dtype in WIDTH:
                 index = first[id(parameter)]
                 sources[index] = state[name]
-                expected.pop(index, None)
                 stale.discard(index)
 
     def settle() -> None:
-        """Masters are made: each has the checkpoint's value where a source holds."""
+        """Masters are made: each has the checkpoint's value where a source holds, or where it held and still does."""
         for index in {first[id(each)] for each in parameters}:
-            if index in sources or index in stale:
-                good = index not in stale and expect(sources.get(index), parameters[index])
-                expected[index] = sources[index].detach().clone() if good else None
-            elif expected.get(index) is not None and not expect(expected[index], parameters[index]):
+            parameter, source, held = parameters[index], sources.get(index), expected.get(index)
+            if index not in stale and expect(source, parameter):
+                expected[index] = source.detach().clone()
+                continue
+            superseded = source is not None and not (keeps and loses(source, parameter))
+            if superseded or (held is not None and not expect(held, parameter)):
                 expected[index] = None
         sources.clear()
         stale.clear()
