@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_patch._stations import disk, quantized
 from mcore_patch._stations.guard import standing_aside
@@ -82,7 +83,7 @@ def through_strategy(
         with standing_aside("loading at disk precision"):
             _load.widened = _widen(strategy, sharded_state_dict, checkpoint_dir, in_place=not own_targets)
         return _read(original, strategy, sharded_state_dict, checkpoint_dir, args, kwargs, delegates)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException (torch 2.1 to 2.15)
         # Once more without us, where nothing has been exchanged between ranks nor replaced in the dict.
         if not _load.widened or delegates or not own_targets or not _is_out_of_memory(error):
             raise
@@ -106,9 +107,8 @@ def _restore() -> None:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` is one of memory, also where torch's checkpoint code has wrapped those of the ranks."""
-    failures = getattr(error, "failures", None)
-    causes = [cause for cause, _ in failures.values()] if isinstance(failures, dict) else [error]
+    """Whether ``error`` is one of memory, on any rank: torch's checkpoint code raises what a rank has met on all."""
+    causes = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
     return any(isinstance(cause, MemoryError | torch.cuda.OutOfMemoryError) for cause in causes)
 
 

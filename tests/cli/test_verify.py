@@ -62,3 +62,34 @@ def test_without_the_variable_nothing_is_compared(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.DEBUG, "mcore_patch"), verified("reload"):
         wrote("w", master_in(torch.zeros(1)), torch.ones(1))
     assert caplog.records == []
+
+
+def test_the_first_five_of_many_are_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("MCORE_PATCH_VERIFY", "1")
+    monkeypatch.delenv("RANK", raising=False)
+    for count, more in ((5, ""), (7, "; and 2 more")):
+        caplog.clear()
+
+        @verified("reload")
+        def write(count: int = count) -> None:
+            for index in range(count):
+                wrote(f"w{index}", master_in(torch.zeros(3)), torch.tensor([0.0, 0.0, 1.0]))
+
+        with pytest.raises(VerificationError) as raised:
+            write()
+        named = "; ".join(f"w{index}: 1 of 3" for index in range(5))
+        line = (
+            f"mcore_patch: rank 0: reload: verified {count} masters, {3 * count} elements: "
+            f"{count} differ from their source ({named}{more})"
+        )
+        assert [(record.levelname, record.getMessage()) for record in caplog.records] == [("ERROR", line)]
+        assert str(raised.value).startswith(line)
+        assert "MCORE_PATCH=0" in str(raised.value)
+
+
+def test_every_piece_is_counted_and_no_count_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mcore_patch._stations import parameters, verify
+
+    monkeypatch.setattr(parameters, "CHUNK", 2)
+    monkeypatch.setattr(verify, "differing", lambda source, held: torch.tensor(2**24 + 1))
+    assert verify._differing(master_in(torch.zeros(3)), torch.zeros(3)) == 2 * (2**24 + 1)

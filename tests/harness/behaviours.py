@@ -346,23 +346,39 @@ def _leaves(tree: Any) -> Any:
     return leaves(tree)
 
 
-def out_of_memory(scenario: Scenario, folder: Path) -> tuple[int, bool, list[str]]:
-    """Wider targets are too much for memory: elements unlike the model, the model as in stock, our WARNINGs."""
+def out_of_memory(scenario: Scenario, folder: Path, reading: bool) -> tuple[int, bool, list[str]]:
+    """Wider targets are too much for memory: elements unlike the model, the model as in stock, our WARNINGs.
+
+    Every rank fails to make one; or, with ``reading``, the first rank to read into it, which torch tells all ranks.
+    """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.planner import LoadItemType
 
     heard: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("mcore_patch").addHandler(handler)
     truth, chunks, optimizer = _start(scenario, folder)
-    init_data = ShardedTensor.init_data
+    init_data, read_data = ShardedTensor.init_data, FileSystemReader.read_data
+    failed: list[str] = []
 
-    def failing(self: Any, *args: Any, **kwargs: Any) -> None:
+    def failing_init(self: Any, *args: Any, **kwargs: Any) -> None:
         if self.dtype is torch.float32:
             raise torch.cuda.OutOfMemoryError("no memory for this")
         init_data(self, *args, **kwargs)
 
-    ShardedTensor.init_data = failing
+    def failing_read(self: Any, plan: Any, planner: Any) -> Any:
+        tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]  # 0.19 reads objects so, too
+        if torch.distributed.get_rank() == 0 and tensors and not failed:
+            failed.append("once")
+            raise MemoryError
+        return read_data(self, plan, planner)
+
+    if reading:
+        FileSystemReader.read_data = failing_read
+    else:
+        ShardedTensor.init_data = failing_init
     p.load(scenario, folder, chunks)
     optimizer.reload_model_params()
     as_stock = all(torch.equal(q, truth[chunk, name].to(q.dtype)) for chunk, name, q in parameters_of(chunks))

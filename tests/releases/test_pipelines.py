@@ -127,8 +127,12 @@ def test_the_callers_sharded_tensors_are_as_they_were(session: Session) -> None:
     assert session.behave("template_is_untouched", DIST) == [True, True]
 
 
-def test_out_of_memory_at_disk_precision_falls_back_to_stock_for_that_load(session: Session) -> None:
-    for differing_from_model, model_as_in_stock, warnings in session.behave("out_of_memory", DIST):
-        assert differing_from_model == 0
+@pytest.mark.parametrize("reading", [False, True], ids=["every rank, allocating", "one rank, reading"])
+def test_out_of_memory_at_disk_precision_falls_back_to_stock_for_that_load(session: Session, reading: bool) -> None:
+    answers = session.behave("out_of_memory", DIST, reading)
+    for rank, (differing_from_model, model_as_in_stock, warnings) in enumerate(answers):
         assert model_as_in_stock
-        assert [("out of memory" in warning) for warning in warnings] == [True]
+        assert [("out of memory" in warning) for warning in warnings] == [True] * len(warnings)
+        assert (differing_from_model == 0) == bool(warnings)
+        # What one rank meets in reading, torch tells the others, but not in 0.19, where each rank reads by itself.
+        assert warnings or (reading and rank > 0 and release() >= (0, 19))

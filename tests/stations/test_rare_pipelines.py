@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 import mcore_patch
-from mcore_patch._stations import disk, guard
+from mcore_patch._stations import disk, guard, parameters
 from mcore_patch._stations import masters as masters_module
 from mcore_patch._stations.matching import StateDictMismatchError
 from mcore_patch._stations.remember import memory
@@ -69,6 +70,38 @@ def test_an_error_of_the_load_itself_reaches_the_pipeline_and_targets_are_as_bef
         load(state)
     assert state["first"].data is model.first
     assert state["first"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.cuda.OutOfMemoryError(),
+        CheckpointException("read", {3: (MemoryError(), None)}),  # type: ignore[dict-item]
+        CheckpointException("read", {0: (KeyError(), None), 3: (MemoryError(), None)}),  # type: ignore[dict-item]
+    ],
+    ids=["host", "device", "torch, on a rank", "torch, on one of the ranks that failed"],
+)
+def test_a_load_that_runs_out_of_memory_is_stocks(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    tiny.CHECKPOINTS["disk"] = values()
+    tiny.TOO_WIDE["second"] = error
+    loaded = load(model.sharded_state_dict())
+    assert all(each.dtype is torch.bfloat16 for each in loaded.values())
+    assert torch.equal(model.second, values()["second"].bfloat16())
+    assert ["out of memory while loading disk" in each.getMessage() for each in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("gone"), CheckpointException("read", {0: (KeyError("gone"), None)})], ids=str
+)  # type: ignore[dict-item]
+def test_a_load_that_fails_otherwise_fails(error: Exception) -> None:
+    model = Model()
+    tiny.CHECKPOINTS["disk"] = values()
+    tiny.TOO_WIDE["second"] = error
+    with pytest.raises((KeyError, CheckpointException)) as raised:
+        load(model.sharded_state_dict())
+    assert raised.value is error
 
 
 def test_a_target_without_data_gets_the_dtype_on_disk() -> None:
@@ -189,6 +222,26 @@ def test_a_hybrid_optimizer_that_steps_16_bit_copies_has_no_masters() -> None:
     model.load_state_dict(values())
     optimizer.reload_model_params()
     assert reasons() == {"it steps a 16-bit copy: there is no fp32 master"}
+    assert {record.held_by for record in mcore_patch.report()} == {"HybridDeviceOptimizer"}
+
+
+def test_what_a_hybrid_optimizer_steps_and_what_it_saves_follow_every_load() -> None:
+    model, hybrid = Model(), tiny.HybridDeviceOptimizer()
+    optimizer = tiny.distributed(model, hybrid)
+    exact = {name: each.bfloat16() for name, each in values().items()}
+    for restore_first in (False, True):
+        for state in (values(), exact):
+            if restore_first:
+                restored = [torch.full_like(each, 7.7) for each in masters(optimizer)]
+                optimizer.load_state_dict({"param_state": restored})
+                assert same(optimizer, restored)
+            model.load_state_dict(state)
+            optimizer.reload_model_params()
+            wanted = [each.float() for each in state.values()]
+            assert same(optimizer, wanted)
+            saved = [each["master_param"] for each in hybrid.state.values()]
+            assert all(torch.equal(one, other.reshape(-1)) for one, other in zip(saved, wanted, strict=False))
+            assert len(saved) == (2 if restore_first else 0)
 
 
 def test_fused_adams_copy_of_an_fp32_parameter_follows_a_load() -> None:
@@ -210,6 +263,17 @@ def test_masters_in_fp16_that_have_not_been_made_are_the_parameters() -> None:
     optimizer.reload_model_params()
     assert same(optimizer, [each.bfloat16().float() for each in values().values()])
     assert all("loses nothing" in reason for reason in reasons())
+
+
+def test_a_master_in_fp16_that_is_the_parameters_is_not_made_anew() -> None:
+    model = Model()
+    optimizer = tiny.distributed(model, tiny.FusedAdam("fp16"))
+    model.load_state_dict(values())
+    optimizer.reload_model_params()
+    for told in ("; the master was from before the load", ""):
+        model.load_state_dict({name: each.bfloat16() for name, each in values().items()})
+        optimizer.reload_model_params()
+        assert reasons() == {f"bfloat16 on disk loses nothing in bfloat16{told}"}
 
 
 def test_a_state_dict_reaches_a_single_optimizer_that_is_not_known() -> None:
@@ -259,6 +323,31 @@ def test_a_parameter_changed_between_two_writes_of_remainders_is_not_believed() 
         model.second.add_(1)
     optimizer.reload_model_params()
     assert torch.equal(masters(optimizer)[1], model.second.float())
+
+
+def test_remainders_are_written_again_where_the_first_write_has_moved_a_parameter_off_a_tie() -> None:
+    model, state = Model(), values(first=torch.full((3, 2), 1.00390625))
+    optimizer = tiny.distributed(model, tiny.FusedAdam("remainders"))
+    model.load_state_dict(state)
+    for _ in range(3):
+        optimizer.reload_model_params(state)
+        assert same(optimizer, list(state.values()))
+        assert (model.first == 1.0078125).all(), "the upper half of the master, and not the even neighbour"
+        assert {record.source for record in mcore_patch.report()} == {"checkpoint"}
+    with torch.no_grad():
+        model.first[2, 1] = 1.0
+    optimizer.reload_model_params(state)
+    assert torch.equal(masters(optimizer)[0], model.first.float().reshape(-1))
+    assert "the parameter no longer is what the checkpoint said; the master was from before the load" in reasons()
+
+
+def test_a_checksum_tells_places_and_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameters, "CHUNK", 3)
+    shard = torch.tensor([1.0, -2.0, 3.0, 0.5, 1.0, 7.0, -1.0, 2.0], dtype=torch.bfloat16)
+    words = shard.view(torch.int16).tolist()
+    checksum = masters_module._checksum(shard)
+    assert checksum.item() == sum((2 * index + 1) * word for index, word in enumerate(words))
+    assert checksum.dtype is torch.int64
 
 
 def test_a_name_that_the_state_dict_lacks_is_told_by_its_last_load() -> None:

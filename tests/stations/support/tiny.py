@@ -21,8 +21,8 @@ Tensors = dict[str, torch.Tensor]
 CHECKPOINTS: dict[str, Tensors] = {}
 """What "lies on disk", by directory."""
 
-TOO_WIDE: set[str] = set()
-"""Keys for whose fp32 targets there is no memory."""
+TOO_WIDE: dict[str, Exception] = {}
+"""What reading a key into an fp32 target raises: there is no memory for it."""
 
 
 # ------------------------------------------------------------------------------------------------------------- models
@@ -109,7 +109,7 @@ def _fill(sharded: Any, checkpoint_dir: str) -> Any:
     if not isinstance(sharded, ShardedTensor):
         return sharded
     if sharded.key in TOO_WIDE and sharded.dtype is torch.float32:
-        raise MemoryError
+        raise TOO_WIDE[sharded.key]
     target = torch.empty(sharded.local_shape, dtype=sharded.dtype) if sharded.data is None else sharded.data.detach()
     target.copy_(CHECKPOINTS[checkpoint_dir][sharded.key])
     sharded.data = target if sharded.data is None else sharded.data
