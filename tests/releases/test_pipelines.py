@@ -134,5 +134,5 @@ def test_out_of_memory_at_disk_precision_falls_back_to_stock_for_that_load(sessi
         assert model_as_in_stock
         assert [("out of memory" in warning) for warning in warnings] == [True] * len(warnings)
         assert (differing_from_model == 0) == bool(warnings)
-        # What one rank meets in reading, torch tells the others, but not in 0.19, where each rank reads by itself.
-        assert warnings or (reading and rank > 0 and release() >= (0, 19))
+        # What one rank meets in reading, torch tells the others, but not from 0.18 on, where each rank reads by itself.
+        assert warnings or (reading and rank > 0 and release() >= (0, 18))
