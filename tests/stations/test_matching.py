@@ -76,8 +76,24 @@ def test_all_that_is_wrong_is_one_error_that_names_the_first_few(monkeypatch: py
     assert "12 of 12" in text
     assert f"{EXPERTS[0]}: (2,) expected, (3,) found" in text
     assert f"{EXPERTS[1]}: (2,) expected, not in the state dict" in text
-    assert "7 more" in text
+    assert text.count("; ") == 4
+    assert "(and 7 more). Pass the model's state dict of this rank" in text
     assert isinstance(raised.value, AssertionError), "upstream raises AssertionError"
+
+
+def test_an_error_about_a_few_counts_all_and_names_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StateDictMismatchError) as raised:
+        match(optimizer(monkeypatch, Chunk(EXPERTS[:6])), tensors(EXPERTS[:1]))
+    text = str(raised.value)
+    assert "5 of 6 parameters have no tensor of their shape: " in text
+    assert all(f"{name}: (2,) expected, not in the state dict" in text for name in EXPERTS[1:6])
+    assert "not in the state dict. Pass" in text, "no more than were named"
+    assert "reload_model_params() without it" in text
+
+
+def test_an_error_about_chunks_says_which_keys_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StateDictMismatchError, match=r"3 model chunks need 'model0'.. 'model2' .* found \['a'\]"):
+        match(optimizer(monkeypatch, *(Chunk(["a"]) for _ in range(3))), tensors(["a"]))
 
 
 @pytest.mark.parametrize("state", [{"model0": {}}, {"a": torch.zeros(2)}, {"model": {}}], ids=["one", "flat", "model"])
@@ -87,11 +103,14 @@ def test_too_few_chunks_are_an_error(monkeypatch: pytest.MonkeyPatch, state: dic
 
 
 def test_upstreams_own_rewriting_gets_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stack(flat: dict[str, torch.Tensor], _chunk: torch.nn.Module) -> None:
+    chunk = Chunk(["weight"], size=4)
+
+    def stack(flat: dict[str, torch.Tensor], given: torch.nn.Module) -> None:
+        assert given is chunk
         flat["weight"] = torch.cat([flat.pop("weight0"), flat.pop("weight1")])
 
     state = tensors(["weight0", "weight1"])
-    found = match(optimizer(monkeypatch, Chunk(["weight"], size=4), stack=stack), state, ["missing", "stack"])
+    found = match(optimizer(monkeypatch, chunk, stack=stack), state, ["missing", "stack"])
     assert found[0][2].tolist() == [0.0, 0.0, 1.0, 1.0]
     assert sorted(state) == ["weight0", "weight1"]
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from pipelines import in_fp16
 from torch.distributed.checkpoint.api import CheckpointException
 
 import mcore_patch
 from mcore_patch._stations import disk, guard, parameters
+from mcore_patch._stations import load as load_module
 from mcore_patch._stations import masters as masters_module
 from mcore_patch._stations.matching import StateDictMismatchError
 from mcore_patch._stations.remember import memory
@@ -59,6 +61,8 @@ def test_a_strict_pipeline_gets_our_errors() -> None:
     mcore_patch.apply()
     with guard.standing_aside("dividing"):
         raise ZeroDivisionError
+    assert guard._said == {"dividing"}
+    guard._said.clear()
 
 
 def test_an_error_of_the_load_itself_reaches_the_pipeline_and_targets_are_as_before() -> None:
@@ -102,6 +106,80 @@ def test_a_load_that_fails_otherwise_fails(error: Exception) -> None:
     with pytest.raises((KeyError, CheckpointException)) as raised:
         load(model.sharded_state_dict())
     assert raised.value is error
+
+
+def strategy(module: str, name: str, *args: Any) -> Any:
+    return getattr(sys.modules[f"megatron.core.dist_checkpointing.strategies.{module}"], name)(*args)
+
+
+def fully_parallel(base: Any) -> Any:
+    return strategy("fully_parallel", "FullyParallelLoadStrategyWrapper", base)
+
+
+@pytest.mark.parametrize("kind", ["fully parallel", "zarr"])
+def test_out_of_memory_is_an_error_where_a_load_cannot_be_done_again(kind: str) -> None:
+    """Ranks have exchanged tensors, or leaves have been replaced."""
+    model = Model()
+    tiny.CHECKPOINTS["disk"] = values()
+    tiny.TOO_WIDE["second"] = MemoryError()
+    parallel = fully_parallel(strategy("torch", "TorchDistLoadShardedStrategy"))
+    how = parallel if kind == "fully parallel" else strategy("tensorstore", "TensorStoreLoadShardedStrategy")
+    with pytest.raises(MemoryError):
+        load(model.sharded_state_dict(), sharded_strategy=how)
+
+
+def test_a_load_that_is_done_again_is_the_same_call() -> None:
+    calls: list[Any] = []
+
+    def original(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        if len(calls) == 1:
+            raise MemoryError
+        return "loaded"
+
+    tiny.CHECKPOINTS["disk"] = values()
+    reader, state = tiny.TorchDistLoadShardedStrategy(), Model().sharded_state_dict()
+    assert load_module.through_strategy(original, reader, state, "disk", (1,), {"two": 2}) == "loaded"
+    assert calls == [((reader, state, "disk", 1), {"two": 2})] * 2
+
+
+def test_what_a_strategy_makes_itself_is_left_to_it_and_the_others_get_targets_of_the_dtype_on_disk() -> None:
+    state = values(first=values()["first"].double())
+    seen: dict[str, list[Any]] = {}
+
+    def original(reader: Any, targets: Any, _: str) -> Any:
+        seen[type(reader).__name__] = [each.data for each in targets.values()]
+        return {}
+
+    tiny.CHECKPOINTS["disk"] = state
+    for reader, own in ((tiny.TorchDistLoadShardedStrategy(), True), (tiny.TensorStoreLoadShardedStrategy(), False)):
+        model = Model()
+        with torch.no_grad():
+            load_module.through_strategy(original, reader, model.sharded_state_dict(), "disk", (), {}, own_targets=own)
+    assert seen["TorchDistLoadShardedStrategy"] == [None, None]
+    assert [each.dtype for each in seen["TensorStoreLoadShardedStrategy"]] == [torch.float64, torch.float32]
+    assert [each.shape for each in seen["TensorStoreLoadShardedStrategy"]] == [(3, 2), (5,)]
+
+
+def test_where_the_outer_strategy_cannot_widen_the_inner_one_does_not() -> None:
+    """On another rank the outer one may have failed as well, or not: what is exchanged has to fit."""
+
+    class Flaky(tiny.TorchDistLoadShardedStrategy):
+        """Knows the dtypes at the second try."""
+
+        asked = 0
+
+        def load_tensors_metadata(self, checkpoint_dir: str) -> dict[str, Any]:
+            self.asked += 1
+            if self.asked == 1:
+                raise OSError
+            return super().load_tensors_metadata(checkpoint_dir)
+
+    tiny.CHECKPOINTS["disk"] = values()
+    loaded = load(Model().sharded_state_dict(), sharded_strategy=fully_parallel(Flaky()))
+    assert {each.dtype for each in loaded.values()} == {torch.bfloat16}
+    assert guard._said == {"loading at disk precision"}
+    guard._said.clear()
 
 
 def test_a_target_without_data_gets_the_dtype_on_disk() -> None:
@@ -186,7 +264,66 @@ def test_parameters_that_fsdp_shares_out_are_left_to_it() -> None:
     model.load_state_dict(values())
     masters_module.write(optimizer, "reload_model_params", {}, reloaded=True)
     assert reasons() == {"Megatron-FSDP has shared out the parameter, too"}
+    assert {record.held_by for record in mcore_patch.report()} == {"Megatron-FSDP"}
     assert memory.source(model.first) is None
+
+
+def fsdp(model: Model, group: list[torch.nn.Parameter], mains: list[torch.Tensor], ranges: Any, shard: bool) -> Any:
+    """An optimizer under Megatron-FSDP, whose buffer has (this rank's part of) the masters of one group."""
+
+    def get_item(index: int, only_shard: bool) -> torch.Tensor:
+        assert only_shard is shard
+        return mains[index]
+
+    buffer = SimpleNamespace(
+        is_data_distributed=shard, locate_item_in_global_item=lambda index: ranges[index], get_item=get_item
+    )
+    whole = SimpleNamespace(is_data_distributed=False)
+    groups = [SimpleNamespace(params=group, main_weight_buffer=buffer, model_weight_buffer=whole)]
+    model.param_and_grad_buffer = SimpleNamespace(parameter_groups=groups)
+    optimizer = tiny.distributed(model)
+    optimizer.ddp_config = SimpleNamespace(use_megatron_fsdp=True)
+    return optimizer
+
+
+@pytest.mark.parametrize("shard", [True, False])
+def test_fsdps_masters_are_written_in_the_ranges_that_a_rank_has(shard: bool) -> None:
+    model = Model()
+    ranges = [(2, 5), (1, 4)] if shard else [(0, 6), (0, 5)]
+    group, mains = [model.first, model.second], []
+    optimizer = fsdp(model, group, mains, ranges, shard)
+    model.load_state_dict(values())
+    mains += [each.detach().float().reshape(-1)[a:b].clone() for each, (a, b) in zip(group, ranges, strict=True)]
+    masters_module.write(optimizer, "reload_model_params", {}, reloaded=True)
+    for (a, b), main, wanted in zip(ranges, mains, values().values(), strict=True):
+        assert torch.equal(main, wanted.reshape(-1)[a:b])
+    assert [record.numel for record in mcore_patch.report()] == [b - a for a, b in ranges]
+
+
+def test_what_fsdp_has_loaded_by_itself_is_left_to_it() -> None:
+    model = Model()
+    mains = [torch.full((6,), 0.3), torch.full((5,), 0.3)]
+    optimizer = fsdp(model, [model.first, model.second], mains, [(0, 6), (0, 5)], shard=True)
+    model.load_state_dict(values())
+    masters_module.write(optimizer, "reload_model_params", {}, reloaded=True)
+    assert all((main == 0.3).all() for main in mains)
+    assert [(each.name, each.held_by, each.reason, each.numel) for each in mcore_patch.report()] == [
+        (name, "Megatron-FSDP", "Megatron-FSDP has loaded it by itself", 0) for name in ("first", "second")
+    ]
+
+
+def test_a_parameter_that_cannot_be_compared_is_left_to_fsdp() -> None:
+    class Unknown(tiny.QuantizedTensor):
+        """A class that is not known."""
+
+    model = Model()
+    model.first = torch.nn.Parameter(model.first.detach().as_subclass(Unknown))
+    model.load_state_dict({"second": values()["second"]}, strict=False)
+    mains = [torch.full((6,), 0.3)]
+    masters_module.write(fsdp(model, [model.first], mains, [(0, 6)], shard=True), "FSDP", {}, reloaded=True)
+    assert (mains[0] == 0.3).all()
+    told = [record.reason for record in mcore_patch.report() if record.event == "FSDP"]
+    assert ["how it rounds is not known" in reason for reason in told] == [True]
 
 
 def test_a_bare_torch_module_is_not_watched() -> None:
@@ -274,6 +411,95 @@ def test_a_master_in_fp16_that_is_the_parameters_is_not_made_anew() -> None:
         model.load_state_dict({name: each.bfloat16() for name, each in values().items()})
         optimizer.reload_model_params()
         assert reasons() == {f"bfloat16 on disk loses nothing in bfloat16{told}"}
+
+
+def test_a_master_in_fp16_is_kept_where_it_still_holds_and_made_anew_where_it_does_not() -> None:
+    model, state = Model(), values()
+    state["second"] = torch.tensor([1.0, 300.0, -0.011, 1e-30, 0.0])
+    adam = tiny.FusedAdam("fp16")
+    optimizer = tiny.distributed(model, adam)
+    model.load_state_dict(state)
+    optimizer.reload_model_params()
+    held = [main.clone() for main in masters(optimizer)]
+    optimizer.reload_model_params()
+    assert reasons() == {"kept: it held the checkpoint's value"}
+    assert same(optimizer, held)
+    with torch.no_grad():
+        model.second[0] = 1.0078125  # the next bf16
+    optimizer.reload_model_params()
+    told = "the parameter no longer is what the checkpoint said; the master was from before the load"
+    assert reasons() == {"kept: it held the checkpoint's value", told}
+    assert same(optimizer, [held[0], in_fp16(model.second.detach().float())])
+
+
+def test_a_quantized_parameters_master_in_fp16_is_kept() -> None:
+    model = Model()
+    model.first = torch.nn.Parameter(tiny.Float8Tensor(torch.ones(3, 2)))
+    optimizer = tiny.distributed(model, tiny.FusedAdam("fp16"))
+    model.load_state_dict(values())
+    for reason in ("load_state_dict", "kept: it held the checkpoint's value"):
+        optimizer.reload_model_params()
+        assert reasons() == {reason}
+
+
+def test_a_fused_adam_is_asked_for_remainders_where_it_knows_them() -> None:
+    class Old(tiny.FusedAdam):
+        """As in Transformer Engine before 2.1."""
+
+        def initialize_state(self, shard: torch.Tensor) -> None:  # type: ignore[override]
+            super().initialize_state(shard, False)
+
+    class New(tiny.FusedAdam):
+        """As since."""
+
+        def initialize_state(self, shard: torch.Tensor, store_param_remainders: bool) -> None:
+            assert store_param_remainders is False
+            super().initialize_state(shard, store_param_remainders)
+
+    for adam in (Old(), New()):
+        model = Model()
+        optimizer = tiny.distributed(model, adam)
+        model.load_state_dict(values())
+        optimizer.reload_model_params()
+        assert same(optimizer, list(values().values()))
+
+
+def test_optimizer_state_that_comes_first_leaves_nothing_remembered() -> None:
+    for build, prefix in ((tiny.distributed, ""), (tiny.plain, "")):
+        model = Model()
+        optimizer = build(model)
+        model.load_state_dict(values())
+        saved = [torch.full_like(main, 7.7) for main in masters(optimizer)]
+        optimizer.load_state_dict({"param_state" if build is tiny.distributed else "masters": saved})
+        assert memory.empty
+        assert same(optimizer, saved)
+        assert [record.name for record in mcore_patch.report()][-2:] == [f"{prefix}first", f"{prefix}second"]
+
+
+def test_a_master_whose_name_nobody_knows_is_a_question_mark() -> None:
+    model = Model()
+    optimizer = tiny.plain(model)
+    optimizer.load_state_dict({"masters": masters(optimizer)})
+    assert {record.name for record in mcore_patch.report()} == {"?"}
+    with pytest.raises(
+        StateDictMismatchError, match=r"\?: \(3, 2\) expected, no load of it was seen, so its name is not"
+    ):
+        optimizer.reload_model_params(values())
+
+
+def test_a_plain_optimizer_finds_a_chunks_parameter_by_what_its_load_called_it() -> None:
+    model = Model()
+    optimizer = tiny.plain(model)
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            parameter.copy_(values()[name])
+        memory.loaded(parameter, values()[name], "test", name=f"model1.module.{name}")
+    other = {name: torch.zeros_like(each) for name, each in values().items()}
+    optimizer.reload_model_params({"model0": other, "model1": values()})
+    assert same(optimizer, list(values().values()))
+    # Where no chunk's tensor is what the parameter holds, any will do: its value stands.
+    optimizer.reload_model_params({"model0": other, "model1": other})
+    assert same(optimizer, [each.detach().float() for each in model.parameters()])
 
 
 def test_a_state_dict_reaches_a_single_optimizer_that_is_not_known() -> None:

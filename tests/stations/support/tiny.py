@@ -137,6 +137,7 @@ class TensorStoreLoadShardedStrategy:
             if isinstance(leaf, dict):
                 self.load(leaf, checkpoint_dir)
             elif self.load_directly_on_device or not isinstance(leaf, ShardedTensor):
+                assert not isinstance(leaf, ShardedTensor) or leaf.data is not None, "it copies into what is there"
                 sharded_state_dict[key] = _fill(leaf, checkpoint_dir)
             else:
                 sharded_state_dict[key] = CHECKPOINTS[checkpoint_dir][leaf.key].clone()
