@@ -229,3 +229,25 @@ def test_names_that_transformer_engine_gives_to_something_else_are_not_taken_for
     parameter = torch.nn.Parameter(torch.zeros(2))
     assert not is_quantized(parameter)
     assert can_be_compared(parameter)
+
+
+def test_the_largest_value_is_that_of_the_finite_ones() -> None:
+    assert largest(torch.tensor([float("inf"), float("nan"), -0.5, 0.25])) == 0.5
+    assert largest(torch.tensor([float("inf")])) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_step_of_e5m2_is_twice_one_of_e4m3(dtype: torch.dtype) -> None:
+    held = torch.tensor([1.0, 64.0])
+    for fp8, factor in (("DType.kFloat8E4M3", 1.06), ("DType.kFloat8E5M2", 1.11)):
+        parameter: Any = SimpleNamespace(_scale_inv=torch.ones(1, dtype=dtype), _fp8_dtype=fp8)
+        assert explained(parameter, held, held * factor, largest(held))
+        assert not explained(parameter, held, held * factor * 1.1, largest(held))
+
+
+def test_saturated_values_stand_for_all_beyond_them_and_for_no_others() -> None:
+    parameter: Any = SimpleNamespace(_scale_inv=torch.tensor([0.5]), _fp8_dtype="DType.kFloat8E4M3")
+    held = torch.tensor([224.0, -224.0])
+    assert explained(parameter, held, torch.tensor([1e6, -224.0]), largest(held))
+    assert not explained(parameter, held, torch.tensor([-1e6, -224.0]), largest(held))
+    assert not explained(parameter, held / 2, torch.tensor([1e6, -112.0]), largest(held))

@@ -349,6 +349,17 @@ def test_an_inner_optimizer_that_is_not_known_is_left_alone_and_told() -> None:
     model.load_state_dict(values())
     optimizer.reload_model_params()
     assert reasons() == {"an inner optimizer that we do not know holds it"}
+    assert {record.held_by for record in mcore_patch.report()} == {"SimpleNamespace"}
+
+
+@pytest.mark.parametrize("kind", [tiny.DistributedOptimizer, tiny.Float16OptimizerWithFloat16Params])
+def test_an_optimizer_without_groups_has_no_masters(kind: type) -> None:
+    """A stub, where all parameters are frozen; one that was not built to its end."""
+    stub = kind.__new__(kind)
+    stub.optimizer = None
+    masters_module.write(stub, "reload_model_params", {}, reloaded=True)
+    masters_module.restored(stub, "load_state_dict")
+    assert mcore_patch.report() == ()
 
 
 def test_a_hybrid_optimizer_that_steps_16_bit_copies_has_no_masters() -> None:
@@ -379,6 +390,8 @@ def test_what_a_hybrid_optimizer_steps_and_what_it_saves_follow_every_load() -> 
             saved = [each["master_param"] for each in hybrid.state.values()]
             assert all(torch.equal(one, other.reshape(-1)) for one, other in zip(saved, wanted, strict=False))
             assert len(saved) == (2 if restore_first else 0)
+            built = optimizer.shard_fp32_from_float16_groups[0]
+            assert all(torch.equal(one, other.reshape(-1)) for one, other in zip(built, wanted, strict=True))
 
 
 def test_fused_adams_copy_of_an_fp32_parameter_follows_a_load() -> None:
