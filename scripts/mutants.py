@@ -87,9 +87,13 @@ def main() -> int:
     verdicts = {change: verdict for change, verdict in known.items() if options.modules not in change.module}
     left = []
     for change, (name, code) in found.items():
-        if code not in (0, 5, 33):  # survived, or no test reaches it
+        if code is None and change not in known:
+            raise SystemExit(f"mutmut has not run {name}")
+        if code not in (0, 5, 33, None):  # survived, or no test reaches it
             verdicts[change] = "timeout" if code in (24, -24, 36, 152, 255) else "killed"
-        elif known.get(change) in (None, "killed", "timeout") or (options.again and known[change] == "survived"):
+        elif (code is not None and known.get(change) in (None, "killed", "timeout")) or (
+            options.again and known[change] == "survived"
+        ):
             left.append((change, name))
         else:
             verdicts[change] = known[change]
@@ -113,7 +117,7 @@ def keep(verdicts: dict[Change, str]) -> None:
     VERDICTS.write_text(json.dumps([[*change, verdict] for change, verdict in sorted(verdicts.items())], indent=0))
 
 
-def read() -> Iterator[tuple[Change, str, int]]:
+def read() -> Iterator[tuple[Change, str, int | None]]:
     """Yield mutants with their names and the exit codes of mutmut's own run."""
     places: Counter[tuple[str, ...]] = Counter()
     for meta in sorted(MUTANTS.rglob("*.meta")):
@@ -122,8 +126,6 @@ def read() -> Iterator[tuple[Change, str, int]]:
         for name, code in json.loads(meta.read_text())["exit_code_by_key"].items():
             module, _, mangled = name.rpartition(".")
             stem = mangled.rpartition("__mutmut_")[0]
-            if code is None:
-                raise SystemExit(f"mutmut has not run {name}")
             function = re.sub(r"^x_?", "", stem).strip("ǁ").replace("ǁ", ".")
             old, new = (
                 ast.get_source_segment(text, nodes[each]).replace(each, function.rpartition(".")[2]).splitlines()

@@ -127,8 +127,8 @@ def _choose_line(
 
     hinted = next((line for line in lines if release and line.key == release[:2]), None)
     matches = {line.name: _matches(found, line) for line in lines}
-    # Most equal fingerprints; among equals the version's own line, then fewest unequal, then the newer.
-    best = max(lines, key=lambda line: (matches[line.name], line is hinted, -len(line.targets), line.key))
+    # Most equal fingerprints; among equals fewest unequal, then the newer.
+    best = max(lines, key=lambda line: (matches[line.name], -len(line.targets), line.key))
     count, whole = matches[best.name], len(best.targets)
     if hinted is not None:
         return (best if count > matches[hinted.name] else hinted), None, ""
@@ -137,12 +137,7 @@ def _choose_line(
     if release is None:
         detail = f"found neither a readable version ({stated or 'none'}) nor code as in the lines {covered}"
         return None, Reason.RELEASE_UNKNOWN, detail
-    why = (
-        "megatron-core had no optimizer before 0.6"
-        if release < (0, 6)
-        else f"covered are {covered}; earlier lines are not covered yet"
-    )
-    return None, Reason.RELEASE_OLDER, f"megatron-core {stated} is too old: {why}"
+    return None, Reason.RELEASE_OLDER, f"megatron-core {stated} is too old: the covered lines are {covered}"
 
 
 def _matches(found: Mapping[str, Found], line: ReleaseLine) -> int:

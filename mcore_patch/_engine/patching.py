@@ -55,7 +55,6 @@ wrapper's closure it cannot read at all in some places, and a plain value there 
 class Record:
     """One installation."""
 
-    target_id: str
     owner: Owner
     attribute: str
     raw: object
@@ -124,7 +123,7 @@ def inspect_live(module: types.ModuleType, target: Target, signatures: frozenset
 
 def install(live: Live, target: Target, wrapper: Function) -> Record:
     """Put `wrapper` in the target's slot, and in megatron's other names for a module-level function."""
-    record = Record(target.id, live.owner, live.attribute, live.raw)
+    record = Record(live.owner, live.attribute, live.raw)
     record.active = True
     function = _closure(record, live.function, wrapper, target.accepts_also)
     slot_type = type(live.raw) if isinstance(live.raw, classmethod | staticmethod) else None
@@ -178,12 +177,12 @@ def overrides_of(record: Record) -> tuple[str, ...]:
     """Return the subclasses with a method of their own, which run the patched one only through `super()`."""
     if not isinstance(record.owner, type):
         return ()
-    seen: dict[type, None] = {}
+    seen: set[type] = set()
     waiting: list[type] = type.__subclasses__(record.owner)
     while waiting:
         subclass = waiting.pop()
         if subclass not in seen:
-            seen[subclass] = None
+            seen.add(subclass)
             waiting.extend(type.__subclasses__(subclass))
     return tuple(sorted(f"{c.__module__}.{c.__qualname__}" for c in seen if record.attribute in vars(c)))
 

@@ -14,9 +14,17 @@ from pathlib import Path
 
 import pytest
 
+from mcore_patch._engine import source
+
 SUPPORT = Path(__file__).with_name("support")
 
 RunPython = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_read() -> None:
+    """Files are parsed once per content, which may have been in another test."""
+    source._read.cache_clear()
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from engine_fakes import FILES, OLDER_FILES, TARGETS, make_lines, write_tree
-from mcore_patch.compat import Checked, Target
+from mcore_patch.compat import Checked, Quirks, ReleaseLine, Target
 
-from mcore_patch._engine.gate import Decision, Reason, decide, find_targets, judge
-from mcore_patch._engine.source import package_in
+from mcore_patch._engine.gate import Decision, Reason, Verdict, decide, find_targets, judge
+from mcore_patch._engine.source import Found, package_in
 from mcore_patch._engine.versions import Versions, read_versions
 
 Version = tuple[int, int, int, str] | None
@@ -58,7 +58,9 @@ def test_the_code_tells_the_line_and_the_version_is_a_hint(
     assert decision.line is not None
     assert decision.line.name == line
     assert {verdict.kind for verdict in decision.verdicts.values()} == {"verified"}
-    assert bool(decision.notes) == noted
+    says = ".".join(map(str, version[:3])) + version[3] if version else "nothing"
+    note = f"the code is that of megatron-core {line}, its version says {says}"
+    assert decision.notes == ((note,) if noted else ())
 
 
 @pytest.mark.parametrize(
@@ -78,19 +80,22 @@ def test_a_release_from_the_future_patches_nothing_whatever_its_code(
 
 
 @pytest.mark.parametrize(
-    "version, reason, words",
+    "version, reason, detail",
     [
-        ((0, 9, 0, ""), Reason.RELEASE_OLDER, "not covered yet"),
-        ((0, 5, 0, ""), Reason.RELEASE_OLDER, "no optimizer before 0.6"),
-        (None, Reason.RELEASE_UNKNOWN, "neither a readable version"),
+        ((0, 9, 0, ""), Reason.RELEASE_OLDER, "megatron-core 0.9.0 is too old: the covered lines are 0.18 to 0.19"),
+        (
+            None,
+            Reason.RELEASE_UNKNOWN,
+            "found neither a readable version (none) nor code as in the lines 0.18 to 0.19",
+        ),
     ],
 )
 def test_unknown_code_of_an_uncovered_version_is_refused(
-    tmp_path: Path, version: Version, reason: Reason, words: str
+    tmp_path: Path, version: Version, reason: Reason, detail: str
 ) -> None:
     decision = gate(tmp_path, version, edit=change_everything)
-    assert (decision.line, decision.reason) == (None, reason)
-    assert words in decision.detail
+    assert (decision.line, decision.reason, decision.detail, decision.notes) == (None, reason, detail, ())
+    assert decision.versions == Versions(package_info=version and "0.9.0")
 
 
 def test_unknown_code_goes_by_its_version_and_is_unverified(tmp_path: Path) -> None:
@@ -104,33 +109,76 @@ def test_without_sources_the_version_decides_and_targets_are_unverified(tmp_path
     decision = decide(None, Versions(metadata="0.18.0"), list(TARGETS.values()), make_lines(tmp_path))
     assert decision.line is not None
     assert decision.line.name == "0.18"
-    assert {verdict.kind for verdict in decision.verdicts.values()} == {"unverified"}
+    assert set(decision.verdicts.values()) == {Verdict("unverified", None, "its source cannot be read")}
 
 
 def test_without_megatron_there_is_nothing_to_decide(tmp_path: Path) -> None:
-    decision = decide(None, Versions(), list(TARGETS.values()), make_lines(tmp_path))
-    assert (decision.line, decision.reason) == (None, Reason.RELEASE_ABSENT)
+    versions = Versions(attribute="nonsense")
+    decision = decide(None, versions, list(TARGETS.values()), make_lines(tmp_path))
+    assert decision == Decision(versions, None, Reason.RELEASE_ABSENT, "megatron-core was not found")
+
+
+EXPECTED = "expected a function at megatron.core.optimizer.optimizer:Optimizer.step"
+OTHER_SOURCE = "its source is not that of a megatron-core 0.19 release"
+
+# A letter per target: its fingerprint in the releases of the line.
+LETTERS = {"0.18": "ab", "0.19": "acde", "0.20": "bcde"}
 
 
 @pytest.mark.parametrize(
-    "edit, kind, reason",
+    "stated, found, name",
     [
-        (replacing("def step(self, value)", "def advance(self, value)"), "skipped", Reason.ATTRIBUTE_MISSING),
+        ("0.19.0", "....", "0.19"),  # as much of each: the version decides
+        ("0.18.0", "acde", "0.19"),  # more of another than of the version's: the code decides
+        ("0.19.0", "ab..", "0.18"),
+        (None, "abd.", "0.18"),  # as much of two: the one that has no more than that
+        (None, ".cde", "0.20"),  # the newer; more than half of its targets
+        (None, ".cd.", None),  # half
+        ("0.9.0", ".cde", None),
+        ("0.9.0", "acde", "0.19"),
+    ],
+)
+def test_the_line_is_the_one_with_most_of_the_code(stated: str | None, found: str, name: str | None) -> None:
+    lines = [
+        ReleaseLine(
+            each,
+            (),
+            (),
+            "",
+            True,
+            "",
+            Quirks(False, False),
+            {str(place): Checked((), {letter: ()}) for place, letter in enumerate(letters)},
+        )
+        for each, letters in LETTERS.items()
+    ]
+    of_code = {str(place): Found(None, letter) for place, letter in enumerate(found)}
+    decision = judge(of_code, Versions(package_info=stated), [], lines)
+    assert (decision.line and decision.line.name) == name
+    assert (decision.detail == "") == (name is not None)
+
+
+@pytest.mark.parametrize(
+    "edit, kind, reason, detail",
+    [
+        (replacing("def step(self, value)", "def advance(self, value)"), "skipped", Reason.ATTRIBUTE_MISSING, EXPECTED),
         (
             replacing("def step(self, value)", "def step(self, value, more)"),
             "skipped",
             Reason.SIGNATURE_UNKNOWN,
+            "found the signature (self, value, more), expected (self, value)",
         ),
         (
             replacing("def step(self, value)", "def step(self, value=None)"),
             "skipped",
             Reason.SIGNATURE_UNKNOWN,
+            "found the signature (self, value=), expected (self, value)",
         ),
-        (replacing("self.scale * value", "value * self.scale"), "unverified", None),
-        (replacing("self.scale * value", "value"), "verified", None),
-        (lambda texts: texts.pop(OPTIMIZER), "skipped", Reason.MODULE_MISSING),
-        (replacing("@timed\n    def step", "step = None\n    def stop"), "skipped", Reason.NOT_A_FUNCTION),
-        (replacing("class Optimizer(Base)", "class Optimizer(Old)"), "verified", None),
+        (replacing("self.scale * value", "value * self.scale"), "unverified", None, OTHER_SOURCE),
+        (replacing("self.scale * value", "value"), "verified", None, "as in megatron-core 0.18"),
+        (lambda texts: texts.pop(OPTIMIZER), "skipped", Reason.MODULE_MISSING, EXPECTED),
+        (replacing("@timed\n    def step", "step = None\n    def stop"), "skipped", Reason.NOT_A_FUNCTION, EXPECTED),
+        (replacing("class Optimizer(Base)", "class Optimizer(Old)"), "verified", None, ""),
         (
             lambda texts: texts.update(
                 {
@@ -141,6 +189,7 @@ def test_without_megatron_there_is_nothing_to_decide(tmp_path: Path) -> None:
             ),
             "skipped",
             Reason.INHERITED,
+            EXPECTED,
         ),
     ],
     ids=[
@@ -155,13 +204,15 @@ def test_without_megatron_there_is_nothing_to_decide(tmp_path: Path) -> None:
         "inherited",
     ],
 )
-def test_one_mutated_target_has_its_own_verdict(tmp_path: Path, edit: Edit, kind: str, reason: Reason | None) -> None:
+def test_one_mutated_target_has_its_own_verdict(
+    tmp_path: Path, edit: Edit, kind: str, reason: Reason | None, detail: str
+) -> None:
     decision = gate(tmp_path, edit=edit)
     assert decision.line is not None
     assert decision.line.name == "0.19"
-    verdict = decision.verdicts["method"]
-    assert (verdict.kind, verdict.reason) == (kind, reason)
-    assert decision.verdicts["function"].kind == "verified"
+    assert (decision.reason, decision.detail, decision.notes) == (None, "", ())
+    assert decision.verdicts["method"] == Verdict(kind, reason, detail)  # type: ignore[arg-type]
+    assert decision.verdicts["function"] == Verdict("verified")
 
 
 def test_code_between_two_lines_is_judged_by_both(tmp_path: Path) -> None:
@@ -177,10 +228,8 @@ def test_a_target_that_the_line_does_not_declare_is_not_needed(tmp_path: Path) -
     outside = Target("outside", "torch", "f", "", "", "", checked=Checked(("()",)))
     targets = [*TARGETS.values(), extra, outside]
     decision = decide(package, Versions(package_info="0.19.2"), targets, make_lines(tmp_path))
-    assert (decision.verdicts["extra"].kind, decision.verdicts["extra"].reason) == (
-        "not-needed",
-        Reason.NOT_IN_LINE,
-    )
+    detail = "megatron-core 0.19 needs no patch here"
+    assert decision.verdicts["extra"] == Verdict("not-needed", Reason.NOT_IN_LINE, detail)
     assert "outside" not in decision.verdicts
 
 

@@ -147,6 +147,7 @@ def _wrapped_elsewhere(function: Any) -> Any:
         ("missing", None, Reason.ATTRIBUTE_MISSING),
         ("Child.step", None, Reason.INHERITED),
         ("Optimizer.inherited", None, Reason.INHERITED),
+        ("Optimizer.missing", None, Reason.ATTRIBUTE_MISSING),
         ("Optimizer", None, Reason.NOT_A_FUNCTION),
         ("Optimizer.step", property(lambda self: 1), Reason.NOT_A_FUNCTION),
         ("Optimizer.step", functools.partial(print), Reason.NOT_A_FUNCTION),
