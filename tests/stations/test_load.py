@@ -134,7 +134,11 @@ def test_leaves_are_found_with_their_paths_and_again_by_them() -> None:
         assert load._at(TREE, path) == value
 
 
-@pytest.mark.parametrize("path", [("x",), ("b", 2), ("b", "a"), ("a", 0), ("a", "x"), ("b", 1, 1, "c", "d")], ids=str)
+@pytest.mark.parametrize(
+    "path",
+    [("x",), ("b", 2), ("b", "a"), ("a", 0), ("a", "x"), ("b", 1, 1, "c", "d")],
+    ids=lambda path: "-".join(map(str, path)),
+)
 def test_a_path_that_leads_nowhere_is_nothing(path: tuple[Any, ...]) -> None:
     assert load._at(TREE, path) is None
 
