@@ -137,7 +137,7 @@ def test_leaves_are_found_with_their_paths_and_again_by_them() -> None:
 @pytest.mark.parametrize(
     "path",
     [("x",), ("b", 2), ("b", "a"), ("a", 0), ("a", "x"), ("b", 1, 1, "c", "d")],
-    ids=lambda path: "-".join(map(str, path)),
+    ids=["no such key", "beyond a list", "a name in a list", "an index in a leaf", "a name in a leaf", "below a leaf"],
 )
 def test_a_path_that_leads_nowhere_is_nothing(path: tuple[Any, ...]) -> None:
     assert load._at(TREE, path) is None

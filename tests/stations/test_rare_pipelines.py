@@ -98,9 +98,9 @@ def test_a_load_that_runs_out_of_memory_is_stocks(error: Exception, caplog: pyte
 
 @pytest.mark.parametrize(
     "error",
-    [KeyError("gone"), CheckpointException("read", {0: (KeyError("gone"), None)})],
+    [KeyError("gone"), CheckpointException("read", {0: (KeyError("gone"), None)})],  # type: ignore[dict-item]
     ids=["of the strategy", "of torch"],
-)  # type: ignore[dict-item]
+)
 def test_a_load_that_fails_otherwise_fails(error: Exception) -> None:
     model = Model()
     tiny.CHECKPOINTS["disk"] = values()
