@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import wrapt
 from engine_fakes import OPTIMIZER, SERIALIZATION, marking
 from mcore_patch.compat import Quirks, ReleaseLine, Target
 
@@ -84,6 +85,9 @@ def test_aliases_in_megatron_follow_and_others_are_told(module: types.ModuleType
     assert sys.modules["megatron.user"].borrowed is module.load
     assert sys.modules["user"].borrowed is original
     assert patching.holders_of(record) == ("user.borrowed",)
+    vars(sys.modules["megatron.user"])["again"] = original
+    assert patching.holders_of(record) == ("user.borrowed",), "outside megatron"
+    del vars(sys.modules["megatron.user"])["again"]
 
     late = types.ModuleType("megatron.late")
     late.borrowed = module.load  # type: ignore[attr-defined]
@@ -93,6 +97,55 @@ def test_aliases_in_megatron_follow_and_others_are_told(module: types.ModuleType
     finally:
         del sys.modules["megatron.late"]
     assert module.load is module.alias is late.borrowed is sys.modules["megatron.user"].borrowed is original
+
+
+def test_names_in_its_own_module_follow_outside_megatron_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = types.ModuleType("outside")
+    monkeypatch.setitem(sys.modules, "outside", module)
+    exec("def load(value): return [value]\nalias = load", vars(module))
+    original = module.load
+    target = Target("load", "outside", "load", "", "", "")
+    live = inspect_live(module, target, SIGNATURES)
+    assert isinstance(live, Live)
+    record = install(live, target, marking("patched")(live.function, LINE))
+    assert module.alias is module.load is not original
+    assert record.aliases == ("outside.alias",)
+    assert patching.holders_of(record) == ()
+    assert patching.is_installed(record, target)
+    assert restore(record) == "restored"
+    assert module.alias is module.load is original
+    assert not patching.is_installed(record, target)
+
+
+def test_what_is_installed_is_looked_for_where_the_module_has_it_now(module: types.ModuleType) -> None:
+    target = Target("method", MODULE, "Optimizer.step", "", "", "")
+    record = patch(module, "Optimizer.step")
+    assert patching.is_installed(record, target)
+    held, module.Optimizer = module.Optimizer, type("Optimizer", (), {})  # type: ignore[attr-defined]
+    assert not patching.is_installed(record, target)
+    module.Optimizer = held  # type: ignore[attr-defined]
+    restore(record)
+    assert not patching.is_installed(record, target)
+    assert record.active is False
+
+
+@pytest.mark.parametrize("with_keywords", [False, True])
+def test_a_proxy_in_a_class_is_called_bound(module: types.ModuleType, with_keywords: bool) -> None:
+    seen: list[object] = []
+
+    def theirs(wrapped: Any, instance: object, args: Any, kwargs: Any) -> Any:
+        seen.append(instance)
+        return ["theirs", *wrapped(*args, **kwargs)]
+
+    stock = vars(module.Optimizer)["step"]
+    module.Optimizer.step = wrapt.FunctionWrapper(stock, theirs)
+    patch(module, "Optimizer.step")
+    child = module.Child(3)
+    assert (child.step(value=2) if with_keywords else child.step(2)) == ["patched", "theirs", "step", 6]
+    assert seen == [child]
+    patched = vars(module.Optimizer)["step"]
+    assert (patched.__name__, patched.__qualname__) == ("step", "Optimizer.step")
+    assert inspect.unwrap(patched) is inspect.unwrap(stock)
 
 
 def test_subclasses_with_a_method_of_their_own_are_told(module: types.ModuleType) -> None:
@@ -162,14 +215,23 @@ def test_what_is_not_as_checked_is_left_alone(
     _, verdict = look(module, qualname)
     assert isinstance(verdict, Verdict)
     assert (verdict.kind, verdict.reason) == ("skipped", reason)
-    assert verdict.detail
+    found = (
+        "functools.partial" if isinstance(change, functools.partial) else f"builtins.{type(change or type).__name__}"
+    )
+    assert verdict.detail == {
+        Reason.NOT_A_FUNCTION: f"found {found}, expected a function",
+        Reason.SIGNATURE_UNKNOWN: "found the signature (self, value, more), expected (cls, scale) or (self, scale=) or "
+        "(self, value) or (state_dict, strict=) or (value)",
+    }.get(reason, f"expected {qualname} in the imported {MODULE}")
 
 
 def test_a_signature_that_cannot_be_read_is_unknown(module: types.ModuleType) -> None:
     module.load.__signature__ = "nonsense"
     _, verdict = look(module, "load")
     assert isinstance(verdict, Verdict)
-    assert verdict.reason is Reason.SIGNATURE_UNKNOWN
+    assert (verdict.kind, verdict.reason) == ("skipped", Reason.SIGNATURE_UNKNOWN)
+    assert verdict.detail.startswith("its signature cannot be read: ")
+    assert "'nonsense'" in verdict.detail
 
 
 def test_a_function_from_elsewhere_is_told(module: types.ModuleType) -> None:
@@ -190,11 +252,10 @@ def test_a_function_from_elsewhere_is_told(module: types.ModuleType) -> None:
 
 def test_another_copy_of_the_package_does_not_wrap_again(module: types.ModuleType) -> None:
     record = patch(module, "load")
-    _, verdict = look(module, "load")
-    assert isinstance(verdict, Verdict)
-    assert verdict.reason is Reason.ALREADY_PATCHED
+    already = Verdict("skipped", Reason.ALREADY_PATCHED, "another copy of mcore-patch has patched it")
+    assert look(module, "load")[1] == already
     module.load = _wrapped_elsewhere(module.load)  # type: ignore[attr-defined]
-    assert isinstance(look(module, "load")[1], Verdict)
+    assert look(module, "load")[1] == already
     restore(record)
     assert isinstance(look(module, "load")[1], Live), "a wrapper that does nothing is no hindrance"
 

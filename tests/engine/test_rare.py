@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
+import logging
 import sys
 import types
 from collections.abc import Iterator
@@ -97,6 +99,46 @@ def test_a_half_imported_module_with_a_spec_of_its_own_making_is_patched_at_once
     assert seen == [module]
 
 
+def test_a_callback_that_fails_is_logged_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(module: types.ModuleType) -> None:
+        raise ValueError(module.__name__)
+
+    imports.when_imported("json", fails)
+    (record,) = caplog.records
+    assert record.getMessage() == "mcore-patch failed in the import hook of json"
+    assert record.exc_info is not None
+    assert str(record.exc_info[1]) == "json"
+
+
+def test_a_module_is_finished_when_its_spec_says_so_or_it_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("some_module")
+    assert imports.finished_module("some_module") is None
+    monkeypatch.setitem(sys.modules, "some_module", module)
+    assert imports.finished_module("some_module") is module
+    spec = module.__spec__ = importlib.machinery.ModuleSpec("some_module", None)
+    assert imports.finished_module("some_module") is module
+    spec._initializing = True  # type: ignore[attr-defined]
+    assert imports.finished_module("some_module") is None
+
+
+def test_a_failed_import_is_waited_for_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    source = "import sys\nfrom mcore_patch._engine import imports\nimports.when_imported(__name__, sys.seen.append)\n"
+    seen: list[types.ModuleType] = []
+    monkeypatch.setattr(sys, "seen", seen, raising=False)
+    (tmp_path / "fails_once.py").write_text(source + "if not hasattr(sys, 'once'): sys.once = 1; raise ImportError\n")
+    monkeypatch.setattr(sys, "once", 1, raising=False)
+    monkeypatch.delattr(sys, "once")
+    with pytest.raises(ImportError):
+        importlib.import_module("fails_once")
+    assert seen == []
+    assert not imports._unfinished
+    module = importlib.import_module("fails_once")
+    assert seen == [module] * 2
+    assert type(module.__spec__) is importlib.machinery.ModuleSpec
+    monkeypatch.delitem(sys.modules, "fails_once")
+
+
 def test_a_module_whose_import_ends_while_it_is_looked_at_is_called_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Ends(types.ModuleType):
         """Its import ends between two looks at its spec."""
@@ -112,12 +154,16 @@ def test_a_module_whose_import_ends_while_it_is_looked_at_is_called_back_once(mo
     assert type(module.__spec__) is importlib.machinery.ModuleSpec
 
 
-def test_a_wrapt_that_cannot_wait_twice_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrapt_that_cannot_wait_twice_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(*_: object) -> None:
         raise KeyError
 
     monkeypatch.setattr(wrapt, "register_post_import_hook", refuse)
+    caplog.set_level(logging.DEBUG, logs.LOGGER.name)
     imports.when_imported("json", lambda _: None)
+    assert caplog.messages == ["cannot wait for the next import of json: call apply() after it"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -126,6 +172,21 @@ def test_the_first_rank_of_the_process_group_speaks(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "torch.distributed", distributed)  # type: ignore[arg-type]
     monkeypatch.setenv("RANK", "7")
     assert logs.speaks() is (rank == 0)
+
+
+@pytest.mark.parametrize("available, initialized", [(False, True), (False, False), (True, False)])
+def test_without_a_process_group_the_environment_says_who_speaks(
+    monkeypatch: pytest.MonkeyPatch, available: bool, initialized: bool
+) -> None:
+    distributed = SimpleNamespace(
+        is_available=lambda: available, is_initialized=lambda: initialized, get_rank=lambda: 1
+    )
+    for module in (distributed, None):
+        monkeypatch.setitem(sys.modules, "torch.distributed", module)  # type: ignore[arg-type]
+        monkeypatch.delenv("RANK", raising=False)
+        assert logs.speaks()
+        monkeypatch.setenv("RANK", "1")
+        assert not logs.speaks()
 
 
 def test_a_torch_that_is_half_imported_or_torn_down_leaves_it_to_the_environment(
