@@ -231,7 +231,6 @@ def test_a_signature_that_cannot_be_read_is_unknown(module: types.ModuleType) ->
     assert isinstance(verdict, Verdict)
     assert (verdict.kind, verdict.reason) == ("skipped", Reason.SIGNATURE_UNKNOWN)
     assert verdict.detail.startswith("its signature cannot be read: ")
-    assert "'nonsense'" in verdict.detail
 
 
 def test_a_function_from_elsewhere_is_told(module: types.ModuleType) -> None:
