@@ -206,17 +206,14 @@ def remember(found: list[Target], loaded: Any, checkpoint_dir: Any) -> None:
     with standing_aside("remembering what a distributed load brought"):
         # fp32 parameters beside 16-bit ones are norms that Float16Module has not cast yet (or that stay fp32).
         narrow = next((each.parameter.dtype for each in found if each.parameter.dtype.itemsize <= 2), None)
-        originals = _originals(
-            [each for each in found if quantized.is_quantized(each.parameter)], loaded, checkpoint_dir
-        )
+        _keep_originals([each for each in found if quantized.is_quantized(each.parameter)], loaded, checkpoint_dir)
         for each in found:
-            tensor = originals.get(each.path, _at(loaded, each.path))
             name = ".".join(map(str, each.path))
-            memory.loaded(each.parameter, tensor, ORIGIN, name=name, will_be=narrow)
+            memory.loaded(each.parameter, _at(loaded, each.path), ORIGIN, name=name, will_be=narrow)
 
 
-def _originals(found: list[Target], loaded: Any, checkpoint_dir: Any) -> dict[tuple[Any, ...], torch.Tensor]:
-    """The checkpoint's tensors of quantized parameters, for which the pipeline must get what the stock load gives.
+def _keep_originals(found: list[Target], loaded: Any, checkpoint_dir: Any) -> None:
+    """Keep the checkpoint's tensors of quantized parameters, while the pipeline gets what the stock load gives.
 
     Its ``load_state_dict`` quantizes what it gets, and from other values other bytes come. Up to 0.13, and from 0.19
     on, the target itself is quantized and the load was left to stock: the checkpoint is read once more. In between
@@ -236,11 +233,9 @@ def _originals(found: list[Target], loaded: Any, checkpoint_dir: Any) -> dict[tu
         if each.path in originals:
             memory.stands_for(tensor, originals[each.path])
         elif _load.has_widened and is_plain(tensor) and tensor.dtype is not each.parameter.dtype:
-            originals[each.path] = tensor
             nominal = tensor.to(each.parameter.dtype)
             _at(loaded, each.path[:-1])[each.path[-1]] = nominal
             memory.stands_for(nominal, tensor)
-    return originals
 
 
 def _trains(each: Target) -> bool:

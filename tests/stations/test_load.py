@@ -152,6 +152,12 @@ def test_parameters_are_found_in_what_holds_them_and_not_where_they_are_leaves_t
     assert [each for _, each in found] == [one, other]
 
 
+def test_a_load_that_begins_has_widened_nothing() -> None:
+    load._load.has_widened = True
+    load.targets({})
+    assert load._load.has_widened is False
+
+
 def test_an_fp32_parameter_among_16_bit_ones_will_be_cast_like_them(patched: None) -> None:
     narrow, norm = parameter(), parameter(torch.float32)
     for state, remembered in ({"w": leaf(narrow), "norm": leaf(norm)}, True), ({"norm": leaf(norm)}, False):

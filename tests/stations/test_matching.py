@@ -77,6 +77,7 @@ def test_all_that_is_wrong_is_one_error_that_names_the_first_few(monkeypatch: py
     assert f"{EXPERTS[0]}: (2,) expected, (3,) found" in text
     assert f"{EXPERTS[1]}: (2,) expected, not in the state dict" in text
     assert text.count("; ") == 4
+    assert f"not in the state dict; {EXPERTS[2]}: (2,) expected" in text
     assert "(and 7 more). Pass the model's state dict of this rank" in text
     assert isinstance(raised.value, AssertionError), "upstream raises AssertionError"
 
@@ -113,6 +114,13 @@ def test_upstreams_own_rewriting_gets_a_copy(monkeypatch: pytest.MonkeyPatch) ->
     found = match(optimizer(monkeypatch, chunk, stack=stack), state, ["missing", "stack"])
     assert found[0][2].tolist() == [0.0, 0.0, 1.0, 1.0]
     assert sorted(state) == ["weight0", "weight1"]
+
+
+def test_what_fits_is_not_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rewrite(*_: Any) -> None:
+        raise AssertionError
+
+    assert len(match(optimizer(monkeypatch, Chunk(EXPERTS), rewrite=rewrite), tensors(EXPERTS), ["rewrite"])) == 12
 
 
 @given(st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, max_size=4).map(".".join), st.data())

@@ -13,11 +13,12 @@ from pipelines import in_fp16
 from torch.distributed.checkpoint.api import CheckpointException
 
 import mcore_patch
-from mcore_patch._stations import disk, guard, parameters
+from mcore_patch._stations import disk, guard, optimizers, parameters
 from mcore_patch._stations import load as load_module
 from mcore_patch._stations import masters as masters_module
 from mcore_patch._stations.matching import StateDictMismatchError
 from mcore_patch._stations.remember import memory
+from mcore_patch._stations.report import Reporter
 
 pytestmark = [pytest.mark.edges, pytest.mark.usefixtures("patched")]
 
@@ -461,6 +462,10 @@ def test_a_fused_adam_is_asked_for_remainders_where_it_knows_them() -> None:
     class Old(tiny.FusedAdam):
         """As in Transformer Engine before 2.1."""
 
+        def __init__(self) -> None:
+            super().__init__()
+            del self.store_param_remainders
+
         def initialize_state(self, shard: torch.Tensor) -> None:  # type: ignore[override]
             super().initialize_state(shard, False)
 
@@ -477,6 +482,53 @@ def test_a_fused_adam_is_asked_for_remainders_where_it_knows_them() -> None:
         model.load_state_dict(values())
         optimizer.reload_model_params()
         assert same(optimizer, list(values().values()))
+
+
+def test_how_far_a_master_in_fp16_may_be_from_what_was_written() -> None:
+    adam, shard = tiny.FusedAdam("fp16"), torch.zeros(4, dtype=torch.bfloat16)
+    master = optimizers._fused_adam_master(adam, torch.nn.Parameter(shard), 0, 4, shard)
+    assert master.slack is not None
+    assert master.slack().tolist() == [0, 0, 0, 0]
+    # The scale is 1. Halfway between two values of fp16, among normal ones and below them, errors are the largest.
+    written = torch.tensor([32752.0, 1 + 2.0**-11, 2.0**-25, 0.0])
+    master.write(0, written.clone())
+    errors = (master.read() - written).abs()
+    assert errors.tolist() == [0, 2.0**-11, 2.0**-25, 0]
+    assert (errors <= master.slack()).all()
+    assert (master.slack() <= torch.tensor([16.1, 2.0**-11 * 1.01, 2.0**-25, 2.0**-25])).all()
+
+
+def test_a_hybrid_optimizer_without_state_is_restored_as_it_is() -> None:
+    optimizer = tiny.distributed(Model(), tiny.HybridDeviceOptimizer())
+    masters_module.restored(optimizer, "optimizer.load_state_dict")
+    assert reasons() == {"restored from optimizer state"}
+
+
+def test_a_master_in_the_middle_of_a_parameter_is_kept() -> None:
+    model = Model()
+    optimizer = tiny.distributed(model, rank=1, size=4)
+    model.load_state_dict(values())
+    for reason in ("load_state_dict", "kept: it held the checkpoint's value"):
+        optimizer.reload_model_params()
+        assert reasons() == {reason}
+    assert [main.numel() for main in masters(optimizer)] == [3]
+
+
+def test_a_restored_master_has_its_name_in_the_chunk_and_not_that_of_the_load() -> None:
+    model = Model()
+    optimizer = tiny.distributed(model)
+    wrapped = tiny.Float16Module(model, torch.bfloat16)
+    wrapped.load_state_dict({f"module.{name}": each for name, each in values().items()})
+    optimizer.load_state_dict({"param_state": masters(optimizer)})
+    assert [record.name for record in mcore_patch.report()] == ["first", "second"]
+
+
+def test_a_reporter_begins_with_nothing() -> None:
+    reporter = Reporter()
+    assert reporter.records() == ()
+    with reporter.event():
+        pass
+    assert reporter.records() == ()
 
 
 def test_optimizer_state_that_comes_first_leaves_nothing_remembered() -> None:
@@ -505,12 +557,15 @@ def test_a_master_whose_name_nobody_knows_is_a_question_mark() -> None:
 def test_a_plain_optimizer_finds_a_chunks_parameter_by_what_its_load_called_it() -> None:
     model = Model()
     optimizer = tiny.plain(model)
+    good = {f"decoder.{name}": each for name, each in values().items()}
     for name, parameter in model.named_parameters():
         with torch.no_grad():
             parameter.copy_(values()[name])
-        memory.loaded(parameter, values()[name], "test", name=f"model1.module.{name}")
-    other = {name: torch.zeros_like(each) for name, each in values().items()}
-    optimizer.reload_model_params({"model0": other, "model1": values()})
+        memory.loaded(parameter, values()[name], "test", name=f"model1.module.decoder.{name}")
+    with pytest.raises(StateDictMismatchError, match=r"decoder.first: \(3, 2\) expected, \(7,\) found"):
+        optimizer.reload_model_params({"model0": good | {"decoder.first": torch.zeros(7)}})
+    other = {name: torch.zeros_like(each) for name, each in good.items()}
+    optimizer.reload_model_params({"model0": other, "model1": good})
     assert same(optimizer, list(values().values()))
     # Where no chunk's tensor is what the parameter holds, any will do: its value stands.
     optimizer.reload_model_params({"model0": other, "model1": other})
@@ -566,14 +621,16 @@ def test_a_parameter_changed_between_two_writes_of_remainders_is_not_believed() 
     assert torch.equal(masters(optimizer)[1], model.second.float())
 
 
-def test_remainders_are_written_again_where_the_first_write_has_moved_a_parameter_off_a_tie() -> None:
-    model, state = Model(), values(first=torch.full((3, 2), 1.00390625))
+@pytest.mark.parametrize("disk", [torch.float32, torch.float64])
+def test_remainders_are_written_again_where_the_first_write_has_moved_a_parameter_off_a_tie(disk: torch.dtype) -> None:
+    model = Model()
+    state = {name: each.to(disk) for name, each in values(first=torch.full((3, 2), 1.00390625)).items()}
     optimizer = tiny.distributed(model, tiny.FusedAdam("remainders"))
     model.load_state_dict(state)
     for _ in range(3):
         optimizer.reload_model_params(state)
-        assert same(optimizer, list(state.values()))
-        assert (model.first == 1.0078125).all(), "the upper half of the master, and not the even neighbour"
+        assert same(optimizer, [each.float() for each in state.values()])
+        assert (model.first == 1.0078125).all(), "the upper half of the master, and not the even neighbour, 1"
         assert {record.source for record in mcore_patch.report()} == {"checkpoint"}
     with torch.no_grad():
         model.first[2, 1] = 1.0

@@ -393,9 +393,9 @@ def under_fsdp() -> Any:
     whole, shared = SimpleNamespace(is_data_distributed=False), SimpleNamespace(is_data_distributed=True)
     model.param_and_grad_buffer = SimpleNamespace(
         parameter_groups=[
+            SimpleNamespace(params=[model.norm.weight], main_weight_buffer=None, model_weight_buffer=whole),
             SimpleNamespace(params=narrow, main_weight_buffer=Buffer(narrow, True), model_weight_buffer=whole),
             SimpleNamespace(params=narrow[:1], main_weight_buffer=Buffer(narrow[:1], True), model_weight_buffer=shared),
-            SimpleNamespace(params=[model.norm.weight], main_weight_buffer=None, model_weight_buffer=whole),
         ]
     )
     optimizer = tiny.distributed(model, ddp_config=SimpleNamespace(use_megatron_fsdp=True))

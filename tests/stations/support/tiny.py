@@ -433,7 +433,7 @@ def masters_of(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, int, torch.T
 def _in_adam(adam: FusedAdam, shard: torch.Tensor) -> torch.Tensor:
     if "master_param" not in adam.state.get(shard, {}):
         return shard.float()
-    if not adam.store_param_remainders:
+    if not getattr(adam, "store_param_remainders", False):
         return adam.get_unscaled_state(shard, "master_param")
     low = adam.state[shard]["master_param"].to(torch.int32)
     high = shard.contiguous().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
