@@ -211,7 +211,6 @@ class Engine:
             if wrapper is not None and isinstance(live, patching.Live) and live.raw is now.raw:
                 self._records[target.id] = patching.install(now, target, wrapper)
                 self._verdicts[target.id] = _with_origin(verdict, now)
-                self._reverted.discard(target.id)
                 return
         self._install(module, target, decision, line)  # somebody patched it meanwhile
 
@@ -223,8 +222,6 @@ class Engine:
                 return False
             # What replaced our wrapper may still call it: it must not do its work twice.
             record.active = patching.is_installed(record, target)
-            if record.active:
-                self._reverted.discard(target.id)
             return record.active
 
     def _take_back(self, target_id: str) -> None:
@@ -278,7 +275,7 @@ class Engine:
         for level, text in lines:
             if text not in self._logged:
                 self._logged.add(text)
-                log(level, "%s", text)
+                log(level, text)
 
 
 def _with_origin(verdict: Verdict, live: patching.Live) -> Verdict:

@@ -17,7 +17,9 @@ import wrapt
 from engine_fakes import FILES, TARGETS, WRAPPERS, make_engine, marking, write_tree
 
 from mcore_patch._engine import Engine, examine, imports, logs
+from mcore_patch._engine import engine as engine_module
 from mcore_patch._engine.source import package_in
+from mcore_patch._engine.versions import Versions
 
 NAMES = ["megatron", "megatron.core", "megatron.core.optimizer", "megatron.core.optimizer.optimizer"]
 
@@ -40,10 +42,13 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     engine.revert()
 
 
-def test_somebody_else_who_patches_while_a_wrapper_is_made_is_not_lost(tmp_path: Path, optimizer: Any) -> None:
+def test_somebody_else_who_patches_while_a_wrapper_is_made_is_not_lost(
+    tmp_path: Path, optimizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     made: list[Any] = []
 
     def slow(original: Any, line: Any) -> Any:
+        assert line.name == "0.19"
         made.append(original)
         if len(made) == 1:
             optimizer.Optimizer.step = lambda self, value: ["theirs", value]
@@ -52,6 +57,7 @@ def test_somebody_else_who_patches_while_a_wrapper_is_made_is_not_lost(tmp_path:
     engine = make_engine(tmp_path, {**WRAPPERS, "method": slow})
     assert engine.apply()["method"].state == "applied"
     assert len(made) == 2
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert optimizer.Optimizer().step(1) == ["patched", "theirs", 1]
     engine.revert()
 
@@ -69,6 +75,37 @@ def test_a_revert_while_a_wrapper_is_made_wins(tmp_path: Path, optimizer: Any) -
     assert vars(optimizer.Optimizer)["step"] is before
 
 
+def test_a_choice_while_a_wrapper_is_made_wins(tmp_path: Path, optimizer: Any) -> None:
+    engines: list[Engine] = []
+
+    def slow(original: Any, line: Any) -> Any:
+        engines[0].apply(disable=["method"])
+        return marking("patched")(original, line)
+
+    engines.append(make_engine(tmp_path, {**WRAPPERS, "method": slow}))
+    before = vars(optimizer.Optimizer)["step"]
+    assert engines[0].apply()["method"].state == "off"
+    assert vars(optimizer.Optimizer)["step"] is before
+    engines[0].revert()
+
+
+def test_every_module_is_waited_for_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(engine_module, "when_imported", lambda name, callback: waited.append(name))
+    for _ in range(3):
+        engine.apply()
+        engine.revert()
+    assert waited == sorted({"megatron.core", *(target.module for target in TARGETS.values())})
+
+
+def test_the_gate_is_asked_again_only_when_the_version_has_changed(engine: Engine, optimizer: Any) -> None:
+    decision = engine._decide()
+    assert engine._decide() is decision
+    sys.modules["megatron.core"].__version__ = "0.18.0"  # type: ignore[attr-defined]
+    assert engine._decide().versions.stated == "0.18.0"
+    assert engine.status().line == "0.18"
+
+
 def test_a_module_that_is_gone_from_sys_modules_is_not_patched_any_more(engine: Engine, optimizer: Any) -> None:
     assert engine.apply()["method"].state == "applied"
     del sys.modules[NAMES[-1]]
@@ -76,9 +113,12 @@ def test_a_module_that_is_gone_from_sys_modules_is_not_patched_any_more(engine: 
     sys.modules[NAMES[-1]] = optimizer
 
 
-def test_a_tree_and_a_wheel_are_judged_without_being_installed(engine: Engine, tmp_path: Path) -> None:
+def test_a_tree_and_a_wheel_are_judged_without_being_installed(
+    engine: Engine, tmp_path: Path, optimizer: object
+) -> None:
     decision = engine.examine(package_in(write_tree(tmp_path / "tree")))
     assert {verdict.kind for verdict in decision.verdicts.values()} == {"verified"}
+    assert decision.versions == Versions(package_info="0.19.2")
 
 
 def test_an_unknown_id_is_an_error(engine: Engine) -> None:

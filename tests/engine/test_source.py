@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import sys
 import textwrap
 import zipfile
@@ -98,6 +99,19 @@ def test_the_fingerprint_ignores_place_line_endings_and_trailing_blanks(tmp_path
         assert read(tmp_path, same, "C.f").fingerprint == expected.fingerprint
 
 
+def test_a_fingerprint_is_what_is_kept_in_compat(tmp_path: Path) -> None:
+    assert read(tmp_path, CLASS, "C.f").fingerprint == "4bb6c6f69dae17c0"
+    lines = ["@decorated", "def f(self, x):", "    text = '''", "  less indented", "'''", "", "    return x"]
+    assert hashlib.sha256("\n".join(lines).encode()).hexdigest().startswith("4bb6c6f69dae17c0")
+
+
+def test_a_package_reads_from_its_own_file(tmp_path: Path) -> None:
+    folder = tmp_path / "megatron" / "core" / "m"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("def f(a): ...")
+    assert find_target(folder.parent, MODULE, "f").signature == "(a)"
+
+
 def test_an_indented_copy_has_the_same_fingerprint(tmp_path: Path) -> None:
     text = "def f(x):\n    return x\n"
     indented = "try:\n    def f(x):\n        return x\nexcept ImportError:\n    pass\n"
@@ -124,6 +138,29 @@ def test_the_last_definition_of_a_name_counts(tmp_path: Path) -> None:
         """
     assert read(tmp_path, text, "f").signature == "(a, b, c)"
     assert read(tmp_path, text, "g").signature == "()"
+
+
+def test_every_branch_of_a_condition_is_read(tmp_path: Path) -> None:
+    text = """\
+        if fast:
+            def f1(): ...
+        elif slow:
+            def f2(): ...
+        else:
+            def f3(): ...
+        try:
+            def f4(): ...
+        except ValueError:
+            def f5(): ...
+        except TypeError:
+            def f6(): ...
+        else:
+            def f7(): ...
+        finally:
+            def f8(): ...
+        """
+    for number in range(1, 9):
+        assert read(tmp_path, text, f"f{number}").signature == "()"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 from engine_fakes import FILES, WRAPPERS, make_engine, write_tree
 from mcore_patch.compat import Checked, Target
 
-from mcore_patch._engine import LOGGER, Engine, PatchError, Status, TargetStatus
+from mcore_patch._engine import LOGGER, Engine, PatchError, Status, TargetStatus, versions
 
 METHOD = "megatron.core.optimizer.optimizer"
 FUNCTION = "megatron.core.dist_checkpointing.serialization"
@@ -39,6 +39,7 @@ def megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
     for name in ("MCORE_PATCH", "MCORE_PATCH_DISABLE", "MCORE_PATCH_ONLY", "RANK"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(versions, "_metadata", lambda: None)
     engines: list[Engine] = []
 
     def make(*arguments: Any, **more: Target) -> Engine:
@@ -62,6 +63,17 @@ def user(monkeypatch: pytest.MonkeyPatch, megatron: object) -> Any:
 def _theirs(self: object, value: object) -> object: ...
 
 
+def tried(engine: Engine) -> Status:
+    status = engine.apply()
+    engine.revert()
+    return status
+
+
+def _other_step(texts: dict[str, str]) -> None:
+    name = f"{METHOD.replace('.', '/')}.py"
+    texts[name] = texts[name].replace("def step(self, value)", "def step(self, value, more)")
+
+
 class Story:
     """What is said, in order: the engine's status and its log."""
 
@@ -79,7 +91,7 @@ class Story:
         self._caplog.clear()
         if status is not None:
             line = f"active={status.active!r}, line={status.line}, reason={_text(status.reason)}"
-            self._lines += [status.summary(), line, repr(status.detail), *status.notes]
+            self._lines += [status.summary(), line, str(status.versions), repr(status.detail), *status.notes]
             self._lines += [f"problem: {problem}" for problem in status.problems]
             self._lines += [_target(target) for target in status.targets]
 
@@ -155,12 +167,17 @@ def test_what_is_not_patched_is_told_with_the_reason(
     monkeypatch.delenv("MCORE_PATCH")
     for version in ((0, 18, 0, ""), (0, 20, 0, "rc1")):
         write_tree(tmp_path / "site", version)
-        story.tell(str(version), make().apply())
+        story.tell(str(version), tried(make()))
+    write_tree(tmp_path / "site", edit=_other_step)
+    story.tell("another signature in the source than alive", tried(make()))
+    monkeypatch.delattr(sys.modules["megatron.core"], "__path__")
+    vars(sys.modules["megatron.core"])["__version__"] = "0.19.0"
+    story.tell("without sources", tried(make()))
     monkeypatch.setenv("RANK", "1")
-    story.tell("on another rank", make().apply())
+    story.tell("on another rank", tried(make()))
     for name in NAMES:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    story.tell("absent", make().apply())
+    story.tell("absent", tried(make()))
     monkeypatch.setattr(engine, "_decide", failing)
     story.tell("broken", engine.status())
     story.compare("reasons.txt", tmp_path)
