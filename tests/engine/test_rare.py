@@ -166,17 +166,17 @@ def test_a_failed_import_is_waited_for_again(monkeypatch: pytest.MonkeyPatch, tm
     source = "import sys\nfrom mcore_patch._engine import imports\nimports.when_imported(__name__, sys.seen.append)\n"
     seen: list[types.ModuleType] = []
     monkeypatch.setattr(sys, "seen", seen, raising=False)
-    (tmp_path / "fails_once.py").write_text(source + "if not hasattr(sys, 'once'): sys.once = 1; raise ImportError\n")
-    monkeypatch.setattr(sys, "once", 1, raising=False)
-    monkeypatch.delattr(sys, "once")
+    (tmp_path / "fails_once.py").write_text(source + "if not sys.passes: raise ImportError\n")
+    monkeypatch.setattr(sys, "passes", False, raising=False)
     with pytest.raises(ImportError):
         importlib.import_module("fails_once")
     assert seen == []
     assert not imports._unfinished
+    monkeypatch.setattr(sys, "passes", True)
     module = importlib.import_module("fails_once")
     assert seen == [module] * 2
     assert type(module.__spec__) is importlib.machinery.ModuleSpec
-    monkeypatch.delitem(sys.modules, "fails_once")
+    del sys.modules["fails_once"]
 
 
 def test_a_module_whose_import_ends_while_it_is_looked_at_is_called_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
