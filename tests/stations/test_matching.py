@@ -49,6 +49,10 @@ def test_names_find_their_tensors_in_every_layout(monkeypatch: pytest.MonkeyPatc
     assert {name: tensor[0].item() for name, _, tensor in found} == dict(zip(EXPERTS, range(12), strict=True))
 
 
+def test_a_chunk_of_which_nothing_is_stepped_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert match(optimizer(monkeypatch, Chunk([])), {"a": torch.zeros(2)}) == []
+
+
 def test_weight1_is_not_weight10(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["weight1", "weight10", "weight11"]
     found = match(optimizer(monkeypatch, Chunk(names)), tensors(names))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mcore_patch._stations import load, masters
 from mcore_patch._stations.parameters import can_be_compared
-from mcore_patch._stations.quantized import explained, is_known, is_quantized, largest
+from mcore_patch._stations.quantized import drop_spent_initial_values, explained, is_known, is_quantized, largest
 from mcore_patch._stations.remember import memory
 from mcore_patch._stations.report import MasterRecord, reporter
 
@@ -251,3 +251,13 @@ def test_saturated_values_stand_for_all_beyond_them_and_for_no_others() -> None:
     assert explained(parameter, held, torch.tensor([1e6, -224.0]), largest(held))
     assert not explained(parameter, held, torch.tensor([-1e6, -224.0]), largest(held))
     assert not explained(parameter, held / 2, torch.tensor([1e6, -112.0]), largest(held))
+
+
+def test_accessors_of_initial_values_go_with_the_values() -> None:
+    def parameter(value: torch.Tensor | None) -> Any:
+        return SimpleNamespace(get_high_precision_init_val=lambda: value, clear_high_precision_init_val=lambda: None)
+
+    spent, whole, plain = parameter(None), parameter(torch.ones(2)), SimpleNamespace()
+    drop_spent_initial_values([spent, whole, plain])
+    assert vars(spent) == {}
+    assert sorted(vars(whole)) == ["clear_high_precision_init_val", "get_high_precision_init_val"]

@@ -639,6 +639,48 @@ def test_remainders_are_written_again_where_the_first_write_has_moved_a_paramete
     assert "the parameter no longer is what the checkpoint said; the master was from before the load" in reasons()
 
 
+@pytest.mark.parametrize("disk", [torch.float32, torch.float64])
+def test_a_write_that_fails_half_way_gives_the_parameters_value(
+    monkeypatch: pytest.MonkeyPatch, disk: torch.dtype
+) -> None:
+    monkeypatch.setattr(parameters, "CHUNK", 2)
+    held = torch.full((7,), 5.0)
+    wrote: list[int] = []
+
+    def write(begin: int, new: torch.Tensor) -> None:
+        assert new.dtype is torch.float32
+        wrote.append(begin)
+        if len(wrote) == 3:
+            raise MemoryError
+        held[begin : begin + new.numel()] = new
+
+    parameter = torch.nn.Parameter(torch.arange(10, dtype=torch.bfloat16))
+    master = optimizers.Master(parameter, 2, 9, "Optimizer", lambda: held, write)
+    with pytest.raises(MemoryError):
+        masters_module._fill(master, torch.full((7,), 1.3, dtype=disk))
+    assert wrote == [0, 2, 4, 0]
+    assert held.tolist() == [2, 3, 4, 5, 6, 7, 8]
+
+
+def test_what_a_write_changed_is_counted_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameters, "CHUNK", 2)
+    monkeypatch.setattr(masters_module, "differing", lambda new, before: torch.tensor(2**24 + 1))
+    held = torch.zeros(3)
+    master = optimizers.Master(torch.nn.Parameter(torch.zeros(3)), 0, 3, "Optimizer", lambda: held, lambda *_: None)
+    assert masters_module._fill(master, torch.zeros(3)).item() == 2 * (2**24 + 1)
+
+
+def test_a_master_that_its_optimizer_no_longer_has_is_not_kept() -> None:
+    model = Model()
+    first = tiny.distributed(model)
+    model.load_state_dict(values())
+    first.reload_model_params()
+    for groups in (first.model_float16_groups, first.shard_float16_groups, first.shard_fp32_from_float16_groups):
+        groups[0].pop()
+    second = tiny.distributed(model)
+    assert same(second, [values()["first"], model.second.detach().float()])
+
+
 def test_a_checksum_tells_places_and_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parameters, "CHUNK", 3)
     shard = torch.tensor([1.0, -2.0, 3.0, 0.5, 1.0, 7.0, -1.0, 2.0], dtype=torch.bfloat16)
