@@ -492,12 +492,15 @@ def patched() -> Iterator[None]:
     from mcore_patch.compat import line_named
 
     import mcore_patch
+    from mcore_patch._engine import patching
     from mcore_patch._patches import WRAPPERS
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         # 0.16 has no zarr, so that the gate would leave it alone.
         wrapper = WRAPPERS["tensorstore_load"](TensorStoreLoadShardedStrategy.load, line_named("0.15"))
         monkeypatch.setattr(TensorStoreLoadShardedStrategy, "load", wrapper)
+        # What status() looks for through all objects of the process, which takes longer than most tests.
+        monkeypatch.setattr(patching, "holders_of", lambda _: ())
         try:
             mcore_patch.apply()
             yield
