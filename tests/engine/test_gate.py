@@ -158,6 +158,11 @@ def test_the_line_is_the_one_with_most_of_the_code(stated: str | None, found: st
     assert (decision.detail == "") == (name is not None)
 
 
+def test_versions_that_disagree_are_noted_for_code_of_no_line_too(tmp_path: Path) -> None:
+    versions = Versions("0.9.1", "0.9.0")
+    assert judge({}, versions, [], make_lines(tmp_path)).notes == (versions.disagreement,)
+
+
 @pytest.mark.parametrize(
     "edit, kind, reason, detail",
     [

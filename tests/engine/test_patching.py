@@ -138,11 +138,18 @@ def test_a_proxy_in_a_class_is_called_bound(module: types.ModuleType, with_keywo
         return ["theirs", *wrapped(*args, **kwargs)]
 
     stock = vars(module.Optimizer)["step"]
-    module.Optimizer.step = wrapt.FunctionWrapper(stock, theirs)
+    owners: list[object] = []
+
+    class Proxy(wrapt.FunctionWrapper):  # type: ignore[misc]
+        def __get__(self, instance: object, owner: object) -> Any:
+            owners.append(owner)
+            return super().__get__(instance, owner)
+
+    module.Optimizer.step = Proxy(stock, theirs)
     patch(module, "Optimizer.step")
     child = module.Child(3)
     assert (child.step(value=2) if with_keywords else child.step(2)) == ["patched", "theirs", "step", 6]
-    assert seen == [child]
+    assert (seen, owners[-1]) == ([child], module.Child)
     patched = vars(module.Optimizer)["step"]
     assert (patched.__name__, patched.__qualname__) == ("step", "Optimizer.step")
     assert inspect.unwrap(patched) is inspect.unwrap(stock)
@@ -236,6 +243,9 @@ def test_a_signature_that_cannot_be_read_is_unknown(module: types.ModuleType) ->
 def test_a_function_from_elsewhere_is_told(module: types.ModuleType) -> None:
     def theirs(state_dict: Any, strict: Any = None) -> Any: ...
 
+    _, live = look(module, "Optimizer.step")
+    assert isinstance(live, Live)
+    assert live.function is live.raw
     _, live = look(module, "load")
     assert isinstance(live, Live)
     assert live.foreign is None

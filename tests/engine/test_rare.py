@@ -54,10 +54,13 @@ def test_somebody_else_who_patches_while_a_wrapper_is_made_is_not_lost(
             optimizer.Optimizer.step = lambda self, value: ["theirs", value]
         return marking("patched")(original, line)
 
+    caplog.set_level(logging.DEBUG, logs.LOGGER.name)
     engine = make_engine(tmp_path, {**WRAPPERS, "method": slow})
+    assert engine.apply(disable=["method"])["method"].state == "off"
+    assert made == []
     assert engine.apply()["method"].state == "applied"
     assert len(made) == 2
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert not [record for record in caplog.records if record.exc_info]
     assert optimizer.Optimizer().step(1) == ["patched", "theirs", 1]
     engine.revert()
 
@@ -137,6 +140,16 @@ def test_a_half_imported_module_with_a_spec_of_its_own_making_is_patched_at_once
     seen: list[types.ModuleType] = []
     imports.when_imported(module.__name__, seen.append)
     assert seen == [module]
+
+
+def test_an_import_may_end_twice() -> None:
+    imports._finish(importlib.machinery.ModuleSpec("ended", None))
+
+
+@pytest.mark.parametrize("value, off", [("0", True), ("False", True), (" off ", True), ("1", False), ("", False)])
+def test_the_switch(monkeypatch: pytest.MonkeyPatch, engine: Engine, value: str, off: bool) -> None:
+    monkeypatch.setenv("MCORE_PATCH", value)
+    assert engine.apply().active is not off
 
 
 def test_a_callback_that_fails_is_logged_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
