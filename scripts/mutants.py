@@ -122,13 +122,15 @@ def read() -> Iterator[tuple[Change, str, int | None]]:
     places: Counter[tuple[str, ...]] = Counter()
     for meta in sorted(MUTANTS.rglob("*.meta")):
         text = meta.with_suffix("").read_text()
-        nodes = {node.name: node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
+        lines = text.splitlines()
+        functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))
+        sources = {node.name: lines[node.lineno - 1 : node.end_lineno] for node in functions}
         for name, code in json.loads(meta.read_text())["exit_code_by_key"].items():
             module, _, mangled = name.rpartition(".")
             stem = mangled.rpartition("__mutmut_")[0]
             function = re.sub(r"^x_?", "", stem).strip("ǁ").replace("ǁ", ".")
             old, new = (
-                ast.get_source_segment(text, nodes[each]).replace(each, function.rpartition(".")[2]).splitlines()
+                [line.replace(each, function.rpartition(".")[2]) for line in sources[each]]
                 for each in (f"{stem}__mutmut_orig", mangled)
             )
             edits = difflib.SequenceMatcher(None, old, new, False).get_opcodes()
