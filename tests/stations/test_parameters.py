@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_patch._stations import parameters
-from mcore_patch._stations.parameters import differing, explains, is_plain, loses, same
+from mcore_patch._stations.parameters import _is_made_of_words, differing, explains, is_plain, loses, same
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 LOSSLESS = {(torch.float32, torch.float64), (torch.float16, torch.float32), (torch.bfloat16, torch.float32)}
@@ -73,3 +73,39 @@ def test_any_nan_equals_any_other() -> None:
 def test_what_cannot_be_a_source_is_not_plain(tensor: torch.Tensor) -> None:
     assert not is_plain(tensor)
     assert is_plain(torch.nn.Parameter(torch.zeros(2)))
+
+
+def test_nans_of_other_bits_are_the_same_beside_equal_values() -> None:
+    left = torch.tensor([0x7FC00000, 0x3F800000, 0x40000000], dtype=torch.int32).view(torch.float32)
+    right = torch.tensor([0x7FC00001, 0x3F800000, 0x40000000], dtype=torch.int32).view(torch.float32)
+    assert same(left, right)
+    assert not same(left, right + 1)
+
+
+@pytest.mark.parametrize(
+    "tensor, words",
+    [
+        (torch.zeros(2), True),
+        (torch.zeros(3), False),
+        (torch.zeros(3)[1:], False),
+        (torch.zeros(4)[2:], True),
+        (torch.zeros(2, 2), False),
+        (torch.zeros(4)[::2], False),
+        (torch.zeros(4, dtype=torch.bfloat16), True),
+        (torch.zeros(6, dtype=torch.bfloat16), False),
+        (torch.zeros(8, dtype=torch.bfloat16)[2:6], False),
+        (torch.zeros(8, dtype=torch.bfloat16)[4:], True),
+        (torch.zeros(3, dtype=torch.float64)[1:], True),
+        (torch.zeros(0), True),
+    ],
+    ids=lambda each: f"{each.dtype} {tuple(each.shape)} from {each.storage_offset()}" if torch.is_tensor(each) else "",
+)
+def test_a_tensor_is_made_of_words_if_it_begins_and_ends_on_them(tensor: torch.Tensor, words: bool) -> None:
+    assert _is_made_of_words(tensor) is words
+
+
+def test_tensors_are_compared_also_where_only_one_is_made_of_words() -> None:
+    values = torch.arange(5.0)
+    shifted = torch.cat([torch.zeros(1), values[:4]])[1:]
+    assert same(values[:4], shifted)
+    assert same(shifted, values[:4])

@@ -13,7 +13,7 @@ from pipelines import in_fp16
 from torch.distributed.checkpoint.api import CheckpointException
 
 import mcore_patch
-from mcore_patch._stations import disk, guard, optimizers, parameters
+from mcore_patch._stations import disk, guard, modules, optimizers, parameters
 from mcore_patch._stations import load as load_module
 from mcore_patch._stations import masters as masters_module
 from mcore_patch._stations.matching import StateDictMismatchError
@@ -570,6 +570,121 @@ def test_a_plain_optimizer_finds_a_chunks_parameter_by_what_its_load_called_it()
     # Where no chunk's tensor is what the parameter holds, any will do: its value stands.
     optimizer.reload_model_params({"model0": other, "model1": other})
     assert same(optimizer, [each.detach().float() for each in model.parameters()])
+
+
+def test_a_state_dict_reaches_those_of_a_chain_that_are_not_known_and_no_others() -> None:
+    from mcore_patch._stations import reload
+
+    class Records:
+        """Of a user's own class."""
+
+        param_groups: Any = ()
+
+        def __init__(self) -> None:
+            self.calls: list[Any] = []
+
+        def reload_model_params(self, **given: Any) -> None:
+            self.calls.append(given)
+
+    class Known(tiny.FP32Optimizer, Records):
+        """Of a user's own class, over one of megatron-core's."""
+
+        def __init__(self) -> None:
+            Records.__init__(self)
+
+        reload_model_params = Records.reload_model_params  # type: ignore[assignment]
+
+    seen: list[Any] = []
+    known, unknown = Known(), Records()
+    reload.each(lambda *args: seen.append(args), tiny.ChainedOptimizer([known, unknown]), {"a": 1})
+    assert (known.calls, unknown.calls, seen) == ([{}], [{"state_dict": {"a": 1}}], [])
+    chain = tiny.ChainedOptimizer([known])
+    reload.each(lambda *args: seen.append(args), chain, {"a": 1})
+    assert (known.calls, seen) == ([{}], [(chain,)])
+
+
+def test_what_an_optimizer_that_is_not_known_holds_has_its_name_in_the_chunk() -> None:
+    class Strange:
+        """Of a user's own class."""
+
+        def reload_model_params(self) -> None: ...
+
+    class Stranger(Strange):
+        """With parameters."""
+
+        def __init__(self, *parameters: torch.nn.Parameter) -> None:
+            self.param_groups = [{"params": list(parameters)}]
+
+    model, other = Model(), Model()
+    chain = tiny.ChainedOptimizer([tiny.distributed(model), Strange(), Stranger(model.second, other.first)])
+    wrapped = tiny.Float16Module(other, torch.bfloat16)
+    wrapped.load_state_dict({f"module.{name}": each for name, each in values().items()})
+    chain.reload_model_params()
+    told = {record.name: record.held_by for record in mcore_patch.report()}
+    assert told == {"first": "DistributedOptimizer", "second": "Stranger", "module.first": "Stranger"}
+
+
+@pytest.mark.parametrize("lists", ["dp_cp_params_list", "expt_dp_params_list"])
+def test_what_a_layer_wise_optimizer_has_shared_out_is_let_go_where_others_hold_it(lists: str) -> None:
+    model = Model()
+    inner = SimpleNamespace(param_groups=[{"params": [model.first, model.second]}])
+    optimizer = tiny.LayerWiseDistributedOptimizer([inner], SimpleNamespace())
+    shared = optimizer.dp_cp_params_list
+    vars(optimizer).update({"dp_cp_params_list": None, "expt_dp_params_list": None, lists: shared})
+    model.load_state_dict(values())
+    for reason in ("load_state_dict", "kept: it held the checkpoint's value"):
+        optimizer.reload_model_params()
+        assert memory.known(model.second) is None, "another rank's"
+        assert [record.reason for record in mcore_patch.report()] == [reason]
+
+
+def test_a_model_that_loads_its_own_parameters_still_has_what_it_loaded_before() -> None:
+    model = Model()
+    optimizer = tiny.distributed(model)
+    model.load_state_dict(values())
+    model.load_state_dict(model.state_dict())
+    optimizer.reload_model_params()
+    assert same(optimizer, list(values().values()))
+
+
+@pytest.mark.parametrize(
+    "config, narrow",
+    [
+        ({}, None),
+        ({"bf16": True}, torch.bfloat16),
+        ({"fp16": True}, torch.float16),
+        ({"bf16": False, "fp16": False}, None),
+        (None, None),
+    ],
+    ids=["neither", "bf16", "fp16", "switched off", "no config"],
+)
+def test_the_dtype_to_which_a_model_will_be_cast_stands_in_its_config(config: Any, narrow: Any) -> None:
+    module: Any = torch.nn.Module()
+    if config is not None:
+        module.config = SimpleNamespace(**config)
+    assert modules._narrow_dtype(module) is narrow
+
+
+@pytest.mark.parametrize(
+    "config, under",
+    [
+        ({}, False),
+        ({"use_megatron_fsdp": True}, True),
+        ({"use_custom_fsdp": True}, True),
+        ({"use_megatron_fsdp": False, "use_custom_fsdp": False}, False),
+        (None, False),
+    ],
+    ids=["neither", "Megatron-FSDP", "custom FSDP", "switched off", "no config"],
+)
+def test_an_optimizer_under_fsdp_is_known_by_its_config(config: Any, under: bool) -> None:
+    kept = {} if config is None else {"ddp_config": SimpleNamespace(**config)}
+    assert optimizers._is_under_fsdp(SimpleNamespace(**kept)) is under
+
+
+def test_under_fsdp_the_parameters_of_its_groups_are_those_that_are_stepped() -> None:
+    model = Model()
+    optimizer = fsdp(model, [model.second], [torch.zeros(5)], [(0, 5)], shard=True)
+    assert [each is model.second for each in optimizers._distributed_owned(optimizer)] == [True]
 
 
 def test_a_state_dict_reaches_a_single_optimizer_that_is_not_known() -> None:
