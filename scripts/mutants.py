@@ -38,13 +38,16 @@ MUTANTS = Path("mutants").resolve()
 TIMEOUT = 300.0  # seconds that the second stage may take
 
 # By a part of the module's name: what is imported once for all, and what pytest gets. Left out are the races, which
-# take long, and one test that needs an interpreter that has imported nothing.
+# take long, and what needs an interpreter that has imported nothing.
 STAGES = {
     "_engine": (
         ["wrapt", "packaging.version", "zipfile"],
         [
             *("tests/engine/test_rare.py", "tests/engine/test_engine.py", "tests/engine/test_processes.py"),
-            *("-k", "not race and not another_thread_patches and not eight_threads and not nothing_heavy"),
+            *(
+                "-k",
+                "not race and not another_thread_patches and not eight_threads and not nothing_heavy and not spawned",
+            ),
         ],
     ),
     "_stations": (
