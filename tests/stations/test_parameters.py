@@ -3,12 +3,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_patch._stations import parameters
-from mcore_patch._stations.parameters import _is_made_of_words, differing, explains, is_plain, loses, same
+from mcore_patch._stations.parameters import _is_made_of_words, differing, explains, is_plain, loses, loses_in, same
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 LOSSLESS = {(torch.float32, torch.float64), (torch.float16, torch.float32), (torch.bfloat16, torch.float32)}
@@ -109,3 +110,28 @@ def test_tensors_are_compared_also_where_only_one_is_made_of_words() -> None:
     shifted = torch.cat([torch.zeros(1), values[:4]])[1:]
     assert same(values[:4], shifted)
     assert same(shifted, values[:4])
+
+
+@pytest.mark.parametrize(
+    "disk, held, will_be, expected",
+    [
+        (torch.float32, torch.float32, None, False),
+        (torch.float32, torch.float32, torch.bfloat16, True),
+        (torch.float32, torch.bfloat16, None, True),
+        (torch.bfloat16, torch.bfloat16, torch.float16, False),
+        (torch.bfloat16, torch.float32, torch.bfloat16, False),
+        (torch.int64, torch.float32, torch.bfloat16, False),
+    ],
+    ids=str,
+)
+def test_what_a_parameter_will_be_cast_to_counts_if_it_is_fp32(
+    disk: torch.dtype, held: torch.dtype, will_be: torch.dtype | None, expected: bool
+) -> None:
+    assert loses_in(disk, torch.zeros(2, dtype=held), will_be) is expected
+
+
+def test_a_quantized_parameter_always_loses() -> None:
+    with tiny.installed():
+        held = tiny.Float8Tensor(torch.ones(2))
+        assert all(loses_in(disk, held) for disk in (torch.float32, torch.bfloat16, torch.float16))
+        assert not loses_in(torch.int64, held)

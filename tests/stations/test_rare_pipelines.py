@@ -19,6 +19,7 @@ from mcore_patch._stations import masters as masters_module
 from mcore_patch._stations.matching import StateDictMismatchError
 from mcore_patch._stations.remember import memory
 from mcore_patch._stations.report import Reporter
+from mcore_patch._stations.verify import VerificationError
 
 pytestmark = [pytest.mark.edges, pytest.mark.usefixtures("patched")]
 
@@ -390,6 +391,7 @@ def test_what_a_hybrid_optimizer_steps_and_what_it_saves_follow_every_load() -> 
             optimizer.reload_model_params()
             wanted = [each.float() for each in state.values()]
             assert same(optimizer, wanted)
+            assert sum(record.changed for record in mcore_patch.report()) == 11
             saved = [each["master_param"] for each in hybrid.state.values()]
             assert all(torch.equal(one, other.reshape(-1)) for one, other in zip(saved, wanted, strict=False))
             assert len(saved) == (2 if restore_first else 0)
@@ -416,6 +418,60 @@ def test_masters_in_fp16_that_have_not_been_made_are_the_parameters() -> None:
     optimizer.reload_model_params()
     assert same(optimizer, [each.bfloat16().float() for each in values().values()])
     assert all("loses nothing" in reason for reason in reasons())
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_verification_finds_a_master_that_was_not_written(monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
+    model = Model()
+    optimizer = tiny.distributed(model, tiny.HybridDeviceOptimizer())
+    model.load_state_dict({name: each.bfloat16() if exact else each for name, each in values().items()})
+    monkeypatch.setenv("MCORE_PATCH_VERIFY", "1")
+    monkeypatch.setattr(masters_module, "_fill", lambda *_: torch.tensor(0))
+    with pytest.raises(VerificationError, match=r"11 differ from their source \(first: 6 of 6; second: 5 of 5\)"):
+        optimizer.reload_model_params()
+
+
+def test_remainders_leave_the_whole_parameter_the_upper_half_of_its_master() -> None:
+    """Of the other rank's shard, too, which this rank does not write."""
+    for rank in (0, 1):
+        model = Model()
+        state = values(first=torch.full((3, 2), 1.00390625), second=torch.full((5,), -1.00390625))
+        optimizer = tiny.distributed(model, tiny.FusedAdam("remainders"), rank=rank, size=2)
+        model.load_state_dict(state)
+        optimizer.reload_model_params()
+        assert (model.first == 1.0078125).all()
+        assert (model.second == -1.0078125).all()
+
+
+def test_remainders_of_a_parameter_that_was_changed_since_are_not_kept() -> None:
+    model = Model()
+    optimizer = tiny.distributed(model, tiny.FusedAdam("remainders"))
+    model.load_state_dict(values())
+    optimizer.reload_model_params()
+    with torch.no_grad():
+        model.second[3] = 0.5
+    optimizer.reload_model_params()
+    assert same(optimizer, [values()["first"], model.second.detach().float()])
+
+
+def test_a_master_that_nobody_refreshes_stays_while_it_holds() -> None:
+    model = Model()
+    optimizer = tiny.distributed(model, tiny.FusedAdam())
+    model.load_state_dict(values())
+    optimizer.reload_model_params()
+    model.forward = lambda: None
+    model()
+    optimizer.reload_model_params()
+    assert same(optimizer, list(values().values()))
+    assert reasons() == {"no load of it was seen"}
+
+
+def test_the_members_of_a_chain_are_its_ends() -> None:
+    inner = [tiny.FP32Optimizer(None), tiny.FP32Optimizer(None), tiny.FP32Optimizer(None)]
+    chain = tiny.ChainedOptimizer([inner[0], tiny.ChainedOptimizer(inner[1:])])
+    assert optimizers.members(chain) == inner
+    assert optimizers.members(inner[0]) == inner[:1]
+    assert optimizers.strangers(chain) == []
 
 
 def test_a_master_in_fp16_that_is_the_parameters_is_not_made_anew() -> None:

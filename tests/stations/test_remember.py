@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mcore_patch._stations.remember import Memory
+from mcore_patch._stations.remember import Memory, same_memory
 
 needs_swapping = pytest.mark.skipif(not hasattr(torch.utils, "swap_tensors"), reason="swapping has come in torch 2.3")
 
@@ -170,3 +170,11 @@ def _swapping() -> Iterator[None]:
     torch.__future__.set_swap_module_params_on_conversion(True)
     yield
     torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_memory_is_the_same_if_the_dtype_is() -> None:
+    for held in (torch.zeros(1), torch.zeros(4)):
+        assert same_memory(held, held.detach())
+        assert not same_memory(held.view(torch.int32), held)
+        assert not same_memory(held.clone(), held)
+    assert not same_memory(torch.zeros(0), torch.zeros(0))
