@@ -114,7 +114,7 @@ def explains(parameter: torch.Tensor, source: torch.Tensor, start: int = 0, stop
     ``source`` has any float dtype and device, and ``stop - start`` elements.
     """
     everything = values(parameter)
-    held = everything[start : everything.numel() if stop is None else stop]
+    held = everything[start:stop]
     if not quantized.is_quantized(parameter):
         return all(same(source[a:b].to(device=held.device, dtype=held.dtype), held[a:b]) for a, b in chunks(held))
     widest = quantized.largest(everything)

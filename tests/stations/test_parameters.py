@@ -135,3 +135,13 @@ def test_a_quantized_parameter_always_loses() -> None:
         held = tiny.Float8Tensor(torch.ones(2))
         assert all(loses_in(disk, held) for disk in (torch.float32, torch.bfloat16, torch.float16))
         assert not loses_in(torch.int64, held)
+
+
+def test_quantized_values_are_compared_on_the_grid_of_their_scale_in_fp32() -> None:
+    with tiny.installed():
+        zeros = tiny.Float8Tensor(torch.zeros(3))
+        assert parameters.values(zeros).dtype is torch.float32
+        half_a_step = tiny.Float8Tensor.SCALE_INV * 2.0**-10
+        assert explains(zeros, torch.tensor([0.0, half_a_step * 0.9, -half_a_step]))
+        assert not explains(zeros, torch.tensor([0.0, 0.0, half_a_step * 1.1]))
+        assert explains(zeros, torch.tensor([half_a_step]), 2)

@@ -18,7 +18,7 @@ from mcore_patch._stations import load as load_module
 from mcore_patch._stations import masters as masters_module
 from mcore_patch._stations.matching import StateDictMismatchError
 from mcore_patch._stations.remember import memory
-from mcore_patch._stations.report import Reporter
+from mcore_patch._stations.report import MasterRecord, Reporter, summary
 from mcore_patch._stations.verify import VerificationError
 
 pytestmark = [pytest.mark.edges, pytest.mark.usefixtures("patched")]
@@ -577,6 +577,56 @@ def test_a_restored_master_has_its_name_in_the_chunk_and_not_that_of_the_load() 
     wrapped.load_state_dict({f"module.{name}": each for name, each in values().items()})
     optimizer.load_state_dict({"param_state": masters(optimizer)})
     assert [record.name for record in mcore_patch.report()] == ["first", "second"]
+
+
+def test_names_of_several_chunks_say_which() -> None:
+    chunks = [Model(), Model()]
+    names = optimizers.parameter_names(tiny.distributed(chunks))
+    assert [names[id(each)] for chunk in chunks for each in chunk.parameters()] == [
+        f"model{index}.{name}" for index in (0, 1) for name in ("first", "second")
+    ]
+
+
+def test_what_is_no_optimizer_of_megatron_cores_has_no_masters() -> None:
+    masters_module.write(object(), "reload_model_params", {}, reloaded=True)
+    masters_module.restored(object(), "load_state_dict")
+    assert masters_module.keep_settled(object()) == {}
+    assert mcore_patch.report() == ()
+
+
+def record(reason: str, event: str) -> MasterRecord:
+    return MasterRecord("name", (2,), 2, None, "bfloat16", "model", reason, 0, "Optimizer", event)
+
+
+def test_a_line_has_its_events_and_the_three_most_frequent_reasons() -> None:
+    reasons = ["a", "b", "c", "d", "d", "c", "b"]
+    records = [record(reason, "built" if reason == "d" else "reload") for reason in reasons]
+    assert summary(records) == (
+        "mcore_patch: reload + built: masters on this rank: 7 from the model (14 elements); 0 elements differ from "
+        "stock; 2 x b; 2 x c; 2 x d"
+    )
+
+
+@pytest.mark.parametrize(
+    "available, initialized, rank, level",
+    [(False, False, 3, "INFO"), (True, False, 3, "INFO"), (True, True, 0, "INFO"), (True, True, 1, "DEBUG")],
+    ids=["torch without distributed", "no process group", "rank 0", "rank 1"],
+)
+def test_the_first_rank_speaks(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    available: bool,
+    initialized: bool,
+    rank: int,
+    level: str,
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: available)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    reporter = Reporter()
+    with caplog.at_level("DEBUG", "mcore_patch"), reporter.event():
+        reporter.add(torch.nn.Parameter(torch.zeros(2)), record("why", "reload"))
+    assert [each.levelname for each in caplog.records] == [level]
 
 
 def test_a_reporter_begins_with_nothing() -> None:

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+import tiny
 import torch
 
 from mcore_patch._stations.remember import Memory, same_memory
@@ -178,3 +179,11 @@ def test_memory_is_the_same_if_the_dtype_is() -> None:
         assert not same_memory(held.view(torch.int32), held)
         assert not same_memory(held.clone(), held)
     assert not same_memory(torch.zeros(0), torch.zeros(0))
+
+
+def test_a_quantized_tensor_ends_what_an_earlier_load_said(memory: Memory) -> None:
+    kept = parameter()
+    memory.loaded(kept, torch.randn(4), "test", name="x")
+    with tiny.installed():
+        memory.loaded(kept, tiny.Float8Tensor(torch.zeros(4)), "test", name="x")
+    assert memory.empty
