@@ -13,7 +13,18 @@ from types import ModuleType
 from ._schema import Checked, Pair, Quirks, ReleaseLine, Target
 from ._targets import TARGETS
 
-__all__ = ["LINES", "PAIRS", "TARGETS", "Checked", "Pair", "Quirks", "ReleaseLine", "Target", "line_named"]
+__all__ = [
+    "LINES",
+    "PAIRS",
+    "TARGETS",
+    "WHY_NO_OLDER",
+    "Checked",
+    "Pair",
+    "Quirks",
+    "ReleaseLine",
+    "Target",
+    "line_named",
+]
 
 
 def _modules() -> list[ModuleType]:
@@ -26,6 +37,9 @@ _MODULES = _modules()
 
 LINES: tuple[ReleaseLine, ...] = tuple(module.LINE for module in _MODULES)
 """All release lines, oldest first."""
+
+WHY_NO_OLDER = "before 0.6 megatron-core had no optimizer, that was in Megatron-LM"
+"""Why there are no lines before the first."""
 
 PAIRS: tuple[Pair, ...] = tuple(pair for module in _MODULES for pair in getattr(module, "PAIRS", ()))
 """The pairs with Transformer Engine that are tested, oldest megatron-core first."""

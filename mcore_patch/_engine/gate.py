@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from mcore_patch.compat import ReleaseLine, Target
+from mcore_patch.compat import WHY_NO_OLDER, ReleaseLine, Target
 
 from .source import Directory, Found, find_target
 from .versions import Versions, release_of
@@ -137,7 +137,8 @@ def _choose_line(
     if release is None:
         detail = f"found neither a readable version ({stated or 'none'}) nor code as in the lines {covered}"
         return None, Reason.RELEASE_UNKNOWN, detail
-    return None, Reason.RELEASE_OLDER, f"megatron-core {stated} is too old: the covered lines are {covered}"
+    detail = f"megatron-core {stated} is too old: the covered lines are {covered}; {WHY_NO_OLDER}"
+    return None, Reason.RELEASE_OLDER, detail
 
 
 def _matches(found: Mapping[str, Found], line: ReleaseLine) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from engine_fakes import FILES, OLDER_FILES, TARGETS, make_lines, write_tree
-from mcore_patch.compat import Checked, Quirks, ReleaseLine, Target
+from mcore_patch.compat import WHY_NO_OLDER, Checked, Quirks, ReleaseLine, Target
 
 from mcore_patch._engine.gate import Decision, Reason, Verdict, decide, find_targets, judge
 from mcore_patch._engine.source import Found, package_in
@@ -82,7 +82,11 @@ def test_a_release_from_the_future_patches_nothing_whatever_its_code(
 @pytest.mark.parametrize(
     "version, reason, detail",
     [
-        ((0, 9, 0, ""), Reason.RELEASE_OLDER, "megatron-core 0.9.0 is too old: the covered lines are 0.18 to 0.19"),
+        (
+            (0, 9, 0, ""),
+            Reason.RELEASE_OLDER,
+            f"megatron-core 0.9.0 is too old: the covered lines are 0.18 to 0.19; {WHY_NO_OLDER}",
+        ),
         (
             None,
             Reason.RELEASE_UNKNOWN,
