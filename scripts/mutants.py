@@ -6,9 +6,10 @@
     python scripts/mutants.py --again           once more also for those that survived the second stage before
 
 mutmut knows which tests reach a function if they do so in their own process. The second stage is the tests of `STAGES`,
-all of them, with the change in the processes that they start as well. Reads mutants/ in the current directory. Verdicts
-are kept in out/mutants.json, by what was changed and not by mutmut's number, so that an interrupted run goes on. Every
-survivor needs an explanation in docs/mutants.toml: exits with 1 if one has none, or an explanation fits none.
+all of them, with the change in the processes that they start as well; only for what has no explanation. Reads mutants/
+in the current directory. Verdicts are kept in out/mutants.json, by what was changed and not by mutmut's number, so that
+an interrupted run goes on. Every survivor needs an explanation in docs/mutants.toml: exits with 1 if one has none, or an
+explanation fits none.
 """
 
 from __future__ import annotations
@@ -88,12 +89,15 @@ def main() -> int:
     known = {Change(*key): verdict for *key, verdict in json.loads(VERDICTS.read_text())} if VERDICTS.exists() else {}
     found = {change: (name, code) for change, name, code in read() if options.modules in change.module}
     verdicts = {change: verdict for change, verdict in known.items() if options.modules not in change.module}
+    explanations = tomllib.loads(EXPLANATIONS.read_text())["explanations"]
     left = []
     for change, (name, code) in found.items():
         if code is None and change not in known:
             raise SystemExit(f"mutmut has not run {name}")
         if code not in (0, 5, 33, None):  # survived, or no test reaches it
             verdicts[change] = "timeout" if code in (24, -24, 36, 152, 255) else "killed"
+        elif code is not None and any(fits(each, change) for each in explanations):
+            verdicts[change] = "survived"
         elif (code is not None and known.get(change) in (None, "killed", "timeout")) or (
             options.again and known[change] == "survived"
         ):
@@ -109,7 +113,7 @@ def main() -> int:
         print(f"{number}/{len(left)} {verdicts[change]}: {name}", flush=True)
         keep(known | verdicts)
     keep(verdicts)
-    text, failures = page(verdicts, tomllib.loads(EXPLANATIONS.read_text())["explanations"])
+    text, failures = page(verdicts, explanations)
     PAGE.write_text(text)
     print(*failures, sep="\n")
     return 1 if failures else 0
@@ -174,6 +178,12 @@ def second_stage(module: str, name: str) -> str:
     return "timeout: second stage"
 
 
+def fits(explanation: dict[str, Any], change: Change) -> bool:
+    """Whether an entry of docs/mutants.toml is about that mutant."""
+    where = re.fullmatch(explanation["function"], f"{change.module}.{change.function}")
+    return bool(where and re.search(explanation["change"], str(change), re.M))
+
+
 def page(verdicts: dict[Change, str], explanations: list[dict[str, Any]]) -> tuple[str, list[str]]:
     """Return the page, and what is wrong with the explanations."""
     lines = [
@@ -191,12 +201,7 @@ def page(verdicts: dict[Change, str], explanations: list[dict[str, Any]]) -> tup
     survivors = [change for change, verdict in sorted(verdicts.items()) if verdict == "survived"]
     failures = []
     for number, each in enumerate(explanations):
-        fitting = [
-            change
-            for change in survivors
-            if re.fullmatch(each["function"], f"{change.module}.{change.function}")
-            and re.search(each["change"], str(change), re.M)
-        ]
+        fitting = [change for change in survivors if fits(each, change)]
         survivors = [change for change in survivors if change not in fitting]
         if not fitting:
             failures.append(f"explanation {number} fits no survivor: {each}")

@@ -122,6 +122,11 @@ def _in_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+def run_anew(name: str) -> tuple[Bits, Bits, Bits]:
+    tiny.forget()
+    return run(name)
+
+
 def test_every_pipeline_has_its_expectation() -> None:
     assert EXPECTED.keys() == PIPELINES.keys()
 
@@ -134,6 +139,7 @@ RESTORED_BESIDE = {"optimizer_state_of_a_hybrid_one"}  # in stock: into somethin
 def wanted_masters(name: str, stock: Bits) -> Bits:
     """The masters' bits: the checkpoint's values, or stock's."""
     expected = EXPECTED[name]
+    tiny.forget()
     model, optimizer = PIPELINES[name]()
     disk, names = {}, {}
     for key, tensor in model.state_dict(keep_vars=True).items():
@@ -156,9 +162,9 @@ def wanted_masters(name: str, stock: Bits) -> Bits:
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_each_master_is_the_checkpoints_value_or_stocks_and_the_model_is_stocks(name: str) -> None:
-    stock_model, stock, _ = run(name)
+    stock_model, stock, _ = run_anew(name)
     with tiny.patched():
-        model, masters, _ = run(name)
+        model, masters, _ = run_anew(name)
         records = mcore_patch.report()
         assert not guard._said, "a step failed"
     if "remainders" in name:  # on a tie the parameter is another, see README
@@ -172,9 +178,9 @@ def test_each_master_is_the_checkpoints_value_or_stocks_and_the_model_is_stocks(
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_the_report_says_of_each_master_where_it_came_from(name: str) -> None:
-    _, stock, _ = run(name)
+    _, stock, _ = run_anew(name)
     with tiny.patched():
-        _, masters, _ = run(name)
+        _, masters, _ = run_anew(name)
         records = [each for each in mcore_patch.report() if each.held_by != "Strange"]
         strangers = [each for each in mcore_patch.report() if each.held_by == "Strange"]
     expected = EXPECTED[name]
@@ -202,7 +208,7 @@ def test_every_master_that_was_written_is_verified(
     monkeypatch.setenv("MCORE_PATCH_VERIFY", "1")
     with caplog.at_level(logging.INFO, "mcore_patch"), tiny.patched():
         caplog.clear()
-        run(name)
+        run_anew(name)
         said = [each.getMessage() for each in caplog.records if "verified" in each.getMessage()]
         written = [each for each in mcore_patch.report() if each.source == "checkpoint" or OLD in each.reason]
     assert said
@@ -244,7 +250,7 @@ LINES = {
 def test_one_line_per_event_says_where_masters_came_from(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "mcore_patch"), tiny.patched():
         caplog.clear()
-        run(name)
+        run_anew(name)
         said = [(each.levelname, each.getMessage()) for each in caplog.records]
     about_masters = [(level, line) for level, line in said if "masters on this rank" in line]
     assert [each for each in about_masters if "optimizer built" not in each[1]] == [("INFO", x) for x in LINES[name]]

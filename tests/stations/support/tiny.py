@@ -483,6 +483,7 @@ def installed(version: str = "0.19.2") -> Iterator[None]:
             vars(module).update(content)
             monkeypatch.setitem(sys.modules, name, module)
         sys.modules["megatron.core"].__version__ = version  # type: ignore[attr-defined]
+        forget()
         yield
 
 
