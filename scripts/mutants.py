@@ -8,8 +8,8 @@
 mutmut knows which tests reach a function if they do so in their own process. The second stage is the tests of `STAGES`,
 all of them, with the change in the processes that they start as well; only for what has no explanation. Reads mutants/
 in the current directory. Verdicts are kept in out/mutants.json, by what was changed and not by mutmut's number, so that
-an interrupted run goes on. Every survivor needs an explanation in docs/mutants.toml: exits with 1 if one has none, or an
-explanation fits none.
+an interrupted run goes on. Every survivor needs an explanation in docs/mutants.toml: exits with 1 if one has none, or
+an explanation fits none.
 """
 
 from __future__ import annotations
