@@ -61,12 +61,13 @@ def leaf(data: torch.Tensor | None, **more: Any) -> Any:
         (leaf(parameter(grad=False)[1:]), False),
         (leaf(torch.zeros(2, dtype=torch.bfloat16, device="meta")), False),
         (leaf(tiny.Float8Tensor(torch.ones(2))), False),
+        (SimpleNamespace(data=None, dtype=torch.bfloat16, local_shape=(2,)), True),
         (SimpleNamespace(data=parameter(), dtype=torch.bfloat16), False),
         (torch.zeros(2, dtype=torch.bfloat16), False),
     ],
     ids=[
         *("bf16", "fp16", "a view", "no parameter", "no data", "no data fp32", "no data int16", "flattened", "fp32"),
-        *("frozen", "a view of a frozen one", "meta", "quantized", "a factory", "a plain tensor"),
+        *("frozen", "a view of a frozen one", "meta", "quantized", "no ranges", "a factory", "a plain tensor"),
     ],
 )
 def test_a_target_may_lose_if_it_has_16_bits_and_trains(target: Any, may: bool) -> None:

@@ -214,7 +214,9 @@ def test_every_master_that_was_written_is_verified(
     assert said
     assert all("0 differ from their source" in line for line in said)
     if written:
-        counts = f"verified {len(written)} masters, {sum(each.numel for each in written)} elements"
+        counts = (
+            f": {EXPECTED[name].event}: verified {len(written)} masters, {sum(each.numel for each in written)} elements"
+        )
         assert any(counts in line for line in said)
 
 

@@ -977,6 +977,24 @@ def test_under_torchs_swapping_flag_a_second_load_finds_nobody_holding_a_paramet
     assert same(optimizer, list(values().values()))
 
 
+def test_where_a_parameter_cannot_be_let_go_for_a_swap_everything_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    flag = getattr(torch.__future__, "set_swap_module_params_on_conversion", lambda _: None)
+    if not hasattr(torch.__future__, "get_swap_module_params_on_conversion"):
+        pytest.skip("swapping has come in torch 2.3")
+    before, model = Model(), Model()
+    before.load_state_dict(values())
+    flag(True)
+    try:
+        with monkeypatch.context() as failing:
+            failing.setattr(memory, "forget", lambda _: 1 / 0)
+            model.load_state_dict(values())
+    finally:
+        flag(False)
+    assert memory.known(before.first) is None
+    assert guard._said == {"letting go of parameters that may be swapped"}
+    guard._said.clear()
+
+
 def test_verification_names_the_rank_of_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     from mcore_patch._stations import verify
 
