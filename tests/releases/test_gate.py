@@ -58,7 +58,7 @@ before = snapshot()
 import io, json, logging
 import mcore_patch
 heard = io.StringIO()
-logging.basicConfig(stream=heard, level=logging.WARNING)
+logging.basicConfig(stream=heard, level=logging.WARNING, force=True)  # 0.19 has set it up when it is imported
 status = mcore_patch.apply()
 after = snapshot()
 patched = [name for name in before if before[name] is not after[name]]
