@@ -38,13 +38,13 @@ def run_python(tmp_path: Path) -> RunPython:
         base = {name: value for name, value in os.environ.items() if not name.startswith(("MCORE_PATCH", "RANK"))}
         path = os.pathsep.join([str(tmp_path / "site"), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
         preamble = f"from pathlib import Path\nscratch = Path({str(tmp_path / 'scratch')!r})\n"
+        variables = {**base, "PYTHONPATH": path.rstrip(os.pathsep), **env}
         if os.environ.get("MUTANT_UNDER_TEST"):
-            variables = {**base, "PYTHONPATH": path.rstrip(os.pathsep), **env}
             return _run_in_fork(preamble + textwrap.dedent(code), tmp_path, variables)
         result = subprocess.run(
             [sys.executable, "-c", preamble + textwrap.dedent(code)],
             cwd=tmp_path,  # not the repository, where the folder mcore_patch would hide the installed package
-            env={**base, "PYTHONPATH": path.rstrip(os.pathsep), **env},
+            env=variables,
             capture_output=True,
             text=True,
             timeout=300,

@@ -6,7 +6,6 @@ Which of the two is worked out here from the definition in the README, and not a
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -222,7 +221,7 @@ def load_distributed(model: torch.nn.Module, how: str) -> None:
     strategy: Any = tiny.TorchDistLoadShardedStrategy()
     if how == "fully parallel":
         strategy = tiny.FullyParallelLoadStrategyWrapper(strategy)
-    loaded = sys.modules["megatron.core.dist_checkpointing.serialization"].load(targets, "disk", strategy)
+    loaded = tiny.load_by_name(targets, "disk", strategy)
     if how != "in place":
         model.load_state_dict(loaded, strict=False)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from pipelines import in_fp16
+from pipelines import Float4Tensor, in_fp16
 from torch.distributed.checkpoint.api import CheckpointException
 
 import mcore_patch
@@ -44,8 +44,7 @@ def masters(optimizer: Any) -> list[torch.Tensor]:
 
 
 def load(state: Any, **how: Any) -> Any:
-    serialization: Any = sys.modules["megatron.core.dist_checkpointing.serialization"]
-    return serialization.load(state, "disk", **how)
+    return tiny.load_by_name(state, "disk", **how)
 
 
 def same(optimizer: Any, wanted: list[torch.Tensor]) -> bool:
@@ -112,22 +111,14 @@ def test_a_load_that_fails_otherwise_fails(error: Exception) -> None:
     assert raised.value is error
 
 
-def strategy(module: str, name: str, *args: Any) -> Any:
-    return getattr(sys.modules[f"megatron.core.dist_checkpointing.strategies.{module}"], name)(*args)
-
-
-def fully_parallel(base: Any) -> Any:
-    return strategy("fully_parallel", "FullyParallelLoadStrategyWrapper", base)
-
-
 @pytest.mark.parametrize("kind", ["fully parallel", "zarr"])
 def test_out_of_memory_is_an_error_where_a_load_cannot_be_done_again(kind: str) -> None:
     """Ranks have exchanged tensors, or leaves have been replaced."""
     model = Model()
     tiny.CHECKPOINTS["disk"] = values()
     tiny.TOO_WIDE["second"] = MemoryError()
-    parallel = fully_parallel(strategy("torch", "TorchDistLoadShardedStrategy"))
-    how = parallel if kind == "fully parallel" else strategy("tensorstore", "TensorStoreLoadShardedStrategy")
+    parallel = tiny.FullyParallelLoadStrategyWrapper(tiny.TorchDistLoadShardedStrategy())
+    how = parallel if kind == "fully parallel" else tiny.TensorStoreLoadShardedStrategy()
     with pytest.raises(MemoryError):
         load(model.sharded_state_dict(), sharded_strategy=how)
 
@@ -180,7 +171,7 @@ def test_where_the_outer_strategy_cannot_widen_the_inner_one_does_not() -> None:
             return super().load_tensors_metadata(checkpoint_dir)
 
     tiny.CHECKPOINTS["disk"] = values()
-    loaded = load(Model().sharded_state_dict(), sharded_strategy=fully_parallel(Flaky()))
+    loaded = load(Model().sharded_state_dict(), sharded_strategy=tiny.FullyParallelLoadStrategyWrapper(Flaky()))
     assert {each.dtype for each in loaded.values()} == {torch.bfloat16}
     assert guard._said == {"loading at disk precision"}
     guard._said.clear()
@@ -252,28 +243,18 @@ def test_an_optimizer_that_shards_otherwise_starts_from_the_parameters() -> None
     assert same(whole, [model.first.detach().float(), model.second.detach().float()])
 
 
-def test_parameters_that_fsdp_shares_out_are_left_to_it() -> None:
-    model = Model()
-    buffer = SimpleNamespace(
-        is_data_distributed=True,
-        locate_item_in_global_item=lambda index: (0, 3),
-        get_item=lambda index, only_shard: torch.zeros(3),
-    )
-    shared = SimpleNamespace(
-        params=[model.first], main_weight_buffer=buffer, model_weight_buffer=SimpleNamespace(is_data_distributed=True)
-    )
-    model.param_and_grad_buffer = SimpleNamespace(parameter_groups=[shared])
-    optimizer = tiny.distributed(model)
-    optimizer.ddp_config = SimpleNamespace(use_megatron_fsdp=True)
-    model.load_state_dict(values())
-    masters_module.write(optimizer, "reload_model_params", {}, reloaded=True)
-    assert reasons() == {"Megatron-FSDP has shared out the parameter, too"}
-    assert {record.held_by for record in mcore_patch.report()} == {"Megatron-FSDP"}
-    assert memory.source(model.first) is None
+def fsdp(
+    model: Model,
+    group: list[torch.nn.Parameter],
+    mains: list[torch.Tensor],
+    ranges: Any,
+    shard: bool,
+    shared: bool = False,
+) -> Any:
+    """An optimizer under Megatron-FSDP, whose buffer has (this rank's part of) the masters of one group.
 
-
-def fsdp(model: Model, group: list[torch.nn.Parameter], mains: list[torch.Tensor], ranges: Any, shard: bool) -> Any:
-    """An optimizer under Megatron-FSDP, whose buffer has (this rank's part of) the masters of one group."""
+    ``shared``: so are the parameters.
+    """
 
     def get_item(index: int, only_shard: bool) -> torch.Tensor:
         assert only_shard is shard
@@ -282,12 +263,22 @@ def fsdp(model: Model, group: list[torch.nn.Parameter], mains: list[torch.Tensor
     buffer = SimpleNamespace(
         is_data_distributed=shard, locate_item_in_global_item=lambda index: ranges[index], get_item=get_item
     )
-    whole = SimpleNamespace(is_data_distributed=False)
-    groups = [SimpleNamespace(params=group, main_weight_buffer=buffer, model_weight_buffer=whole)]
+    weights = SimpleNamespace(is_data_distributed=shared)
+    groups = [SimpleNamespace(params=group, main_weight_buffer=buffer, model_weight_buffer=weights)]
     model.param_and_grad_buffer = SimpleNamespace(parameter_groups=groups)
     optimizer = tiny.distributed(model)
     optimizer.ddp_config = SimpleNamespace(use_megatron_fsdp=True)
     return optimizer
+
+
+def test_parameters_that_fsdp_shares_out_are_left_to_it() -> None:
+    model = Model()
+    optimizer = fsdp(model, [model.first], [torch.zeros(3)], [(0, 3)], shard=True, shared=True)
+    model.load_state_dict(values())
+    masters_module.write(optimizer, "reload_model_params", {}, reloaded=True)
+    assert reasons() == {"Megatron-FSDP has shared out the parameter, too"}
+    assert {record.held_by for record in mcore_patch.report()} == {"Megatron-FSDP"}
+    assert memory.source(model.first) is None
 
 
 @pytest.mark.parametrize("shard", [True, False])
@@ -317,11 +308,8 @@ def test_what_fsdp_has_loaded_by_itself_is_left_to_it() -> None:
 
 
 def test_a_parameter_that_cannot_be_compared_is_left_to_fsdp() -> None:
-    class Unknown(tiny.QuantizedTensor):
-        """A class that is not known."""
-
     model = Model()
-    model.first = torch.nn.Parameter(model.first.detach().as_subclass(Unknown))
+    model.first = torch.nn.Parameter(model.first.detach().as_subclass(Float4Tensor))
     model.load_state_dict({"second": values()["second"]}, strict=False)
     mains = [torch.full((6,), 0.3)]
     masters_module.write(fsdp(model, [model.first], mains, [(0, 6)], shard=True), "FSDP", {}, reloaded=True)
@@ -638,15 +626,15 @@ def test_a_reporter_begins_with_nothing() -> None:
 
 
 def test_optimizer_state_that_comes_first_leaves_nothing_remembered() -> None:
-    for build, prefix in ((tiny.distributed, ""), (tiny.plain, "")):
+    for build, key in ((tiny.distributed, "param_state"), (tiny.plain, "masters")):
         model = Model()
         optimizer = build(model)
         model.load_state_dict(values())
         saved = [torch.full_like(main, 7.7) for main in masters(optimizer)]
-        optimizer.load_state_dict({"param_state" if build is tiny.distributed else "masters": saved})
+        optimizer.load_state_dict({key: saved})
         assert memory.empty
         assert same(optimizer, saved)
-        assert [record.name for record in mcore_patch.report()][-2:] == [f"{prefix}first", f"{prefix}second"]
+        assert [record.name for record in mcore_patch.report()][-2:] == ["first", "second"]
 
 
 def test_a_master_whose_name_nobody_knows_is_a_question_mark() -> None:
@@ -964,32 +952,22 @@ def test_a_wrapper_that_passes_load_state_dict_on_is_one_load() -> None:
 
 
 def test_under_torchs_swapping_flag_a_second_load_finds_nobody_holding_a_parameter() -> None:
-    flag = getattr(torch.__future__, "set_swap_module_params_on_conversion", lambda _: None)
     model = Model()
     optimizer = tiny.distributed(model)
-    flag(True)
-    try:
+    with tiny.swapping():
         for _ in range(2):
             model.load_state_dict(values())
-    finally:
-        flag(False)
     optimizer.reload_model_params()
     assert same(optimizer, list(values().values()))
 
 
+@pytest.mark.skipif(not hasattr(torch.utils, "swap_tensors"), reason="swapping has come in torch 2.3")
 def test_where_a_parameter_cannot_be_let_go_for_a_swap_everything_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    flag = getattr(torch.__future__, "set_swap_module_params_on_conversion", lambda _: None)
-    if not hasattr(torch.__future__, "get_swap_module_params_on_conversion"):
-        pytest.skip("swapping has come in torch 2.3")
     before, model = Model(), Model()
     before.load_state_dict(values())
-    flag(True)
-    try:
-        with monkeypatch.context() as failing:
-            failing.setattr(memory, "forget", lambda _: 1 / 0)
-            model.load_state_dict(values())
-    finally:
-        flag(False)
+    with tiny.swapping(), monkeypatch.context() as failing:
+        failing.setattr(memory, "forget", lambda _: 1 / 0)
+        model.load_state_dict(values())
     assert memory.known(before.first) is None
     assert guard._said == {"letting go of parameters that may be swapped"}
     guard._said.clear()

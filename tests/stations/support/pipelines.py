@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -57,14 +56,6 @@ class Strange:
     def reload_model_params(self, state_dict: Any = None) -> None: ...
 
 
-def serialization() -> Any:
-    return sys.modules["megatron.core.dist_checkpointing.serialization"]
-
-
-def strategies(name: str) -> Any:
-    return sys.modules[f"megatron.core.dist_checkpointing.strategies.{name}"]
-
-
 Pipeline = Callable[[], tuple[Any, Any]]
 
 
@@ -102,11 +93,8 @@ def weights_before_the_cast() -> Any:
 
 
 def weights_before_a_swapping_cast() -> Any:
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
+    with tiny.swapping():
         return weights_before_the_cast()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def _dist(strategy: Any = None, write: bool = True, strict: Any = None) -> Any:
@@ -114,7 +102,7 @@ def _dist(strategy: Any = None, write: bool = True, strict: Any = None) -> Any:
     optimizer = tiny.distributed(model, size=2)
     tiny.CHECKPOINTS["disk"] = checkpoint(model)
     state = {"model": model.sharded_state_dict(), "version": 3, "list": [1, (2, 3)]}
-    loaded = serialization().load(state, "disk", strategy, strict=strict)
+    loaded = tiny.load_by_name(state, "disk", strategy, strict=strict)
     if write:
         model.load_state_dict((loaded[0] if strict else loaded)["model"])
     optimizer.reload_model_params()
@@ -137,7 +125,7 @@ def dist_quantized(strategy: Any = None) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         tiny.CHECKPOINTS[folder] = checkpoint(model)
         dcp.save(dict(tiny.CHECKPOINTS[folder]), checkpoint_id=folder, no_dist=True)
-        loaded = serialization().load({"model": model.sharded_state_dict()}, folder, strategy)
+        loaded = tiny.load_by_name({"model": model.sharded_state_dict()}, folder, strategy)
     model.load_state_dict(loaded["model"])
     optimizer.reload_model_params()
     return model, optimizer
@@ -163,16 +151,15 @@ def dist_in_place() -> Any:
 
 
 def dist_fully_parallel() -> Any:
-    parallel = strategies("fully_parallel").FullyParallelLoadStrategyWrapper
-    return _dist(parallel(strategies("torch").TorchDistLoadShardedStrategy()))
+    return _dist(tiny.FullyParallelLoadStrategyWrapper(tiny.TorchDistLoadShardedStrategy()))
 
 
 def zarr() -> Any:
-    return _dist(strategies("tensorstore").TensorStoreLoadShardedStrategy())
+    return _dist(tiny.TensorStoreLoadShardedStrategy())
 
 
 def zarr_not_on_device() -> Any:
-    return _dist(strategies("tensorstore").TensorStoreLoadShardedStrategy(load_directly_on_device=False))
+    return _dist(tiny.TensorStoreLoadShardedStrategy(load_directly_on_device=False))
 
 
 def _given(build: Callable[..., Any], state: Callable[[tiny.Tensors], Any], **how: Any) -> Any:

@@ -165,6 +165,22 @@ def load(
     return (loaded, set(), set()) if strict == "return_all" else loaded
 
 
+def load_by_name(*args: Any, **how: Any) -> Any:
+    """:func:`load` as a pipeline finds it: patched, where the patch is in place."""
+    return sys.modules["megatron.core.dist_checkpointing.serialization"].load(*args, **how)
+
+
+@contextmanager
+def swapping() -> Iterator[None]:
+    """Under torch's flag by which loads and casts swap parameters, which is there since 2.3."""
+    flag = getattr(torch.__future__, "set_swap_module_params_on_conversion", lambda _: None)
+    flag(True)
+    try:
+        yield
+    finally:
+        flag(False)
+
+
 # ---------------------------------------------------------------------------------------------------------- optimizers
 
 
